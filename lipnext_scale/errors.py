@@ -1,0 +1,33 @@
+"""The user's mistakes, told in one line with exit code 2; everything else is a bug and has a traceback."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+
+
+class UserError(Exception):
+    """Something the user can mend: the message names the key or file, its value and what is right."""
+
+
+class RunFailed(Exception):
+    """The run itself went wrong (a non-finite loss, say): told in one line with exit code 1."""
+
+
+def command(main: Callable[[list[str] | None], None]) -> Callable[[list[str] | None], None]:
+    """Decorate a command's `main(argv)`: errors become one line on stderr and an exit code."""
+
+    @wraps(main)
+    def wrapped(argv: list[str] | None = None) -> None:
+        try:
+            main(argv)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except RunFailed as error:
+            print(f"failed: {error}", file=sys.stderr)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+
+    return wrapped

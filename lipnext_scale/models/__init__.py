@@ -1,0 +1,17 @@
+"""The network. Knows nothing of processes: `lipnext_scale.parallel` shards its groups from outside."""
+
+from lipnext_scale.models.blocks import BlockSpec, block_reference, group_reference
+from lipnext_scale.models.fused import fused_group
+from lipnext_scale.models.group import BlockGroup
+from lipnext_scale.models.lipnext import Head, LipNeXt, LipNeXtConfig
+
+__all__ = [
+    "BlockGroup",
+    "BlockSpec",
+    "Head",
+    "LipNeXt",
+    "LipNeXtConfig",
+    "block_reference",
+    "fused_group",
+    "group_reference",
+]

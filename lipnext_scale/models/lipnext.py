@@ -1,0 +1,165 @@
+"""LipNeXt (SPEC §1): stem, blocks in banks, L2 pooling, a head with normalised rows."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipnext_scale.config import ConfigError
+from lipnext_scale.models import ops
+from lipnext_scale.models.blocks import BlockSpec
+from lipnext_scale.models.group import BlockGroup
+
+
+@dataclass(frozen=True)
+class LipNeXtConfig:
+    """The architecture; everything that the paper varies is a field."""
+
+    depth: int = 32
+    width: int = 1024
+    image_size: int = 32
+    patch_size: int = 2
+    in_channels: int = 3
+    num_classes: int = 10
+    shift_ratio: float = 1 / 16
+    padding: Literal["circular", "zero"] = "circular"
+    positional_embedding: bool = True
+    activation: Literal["beta_abs", "minmax"] = "beta_abs"
+    beta: float = 0.75
+    parametrisation: Literal["product", "merged"] = "product"
+    # Blocks whose matrices form one bank: the unit of sharding. 0: all blocks in one.
+    blocks_per_bank: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("depth", "width", "image_size", "patch_size", "in_channels"):
+            if getattr(self, key) < 1:
+                raise ConfigError(key, getattr(self, key), "must be at least 1")
+        if self.num_classes < 2:
+            raise ConfigError("num_classes", self.num_classes, "must be at least 2")
+        if self.image_size % self.patch_size:
+            raise ConfigError(
+                "patch_size", self.patch_size, f"must divide image_size = {self.image_size}"
+            )
+        if self.width < self.stem_channels:
+            raise ConfigError(
+                "width",
+                self.width,
+                f"must be at least in_channels·patch_size² = {self.stem_channels}",
+            )
+        if not 0 <= self.shift_ratio <= 0.25:
+            raise ConfigError("shift_ratio", self.shift_ratio, "must be in [0, 1/4]")
+        if not 0 <= self.beta <= 1:
+            raise ConfigError("beta", self.beta, "must be in [0, 1]")
+        for key, choices in _CHOICES.items():
+            if getattr(self, key) not in choices:
+                raise ConfigError(key, getattr(self, key), f"must be one of {', '.join(choices)}")
+        if self.activation == "minmax" and self.width % 2:
+            raise ConfigError("width", self.width, "must be even for activation minmax")
+        if not 0 <= self.blocks_per_bank <= self.depth:
+            raise ConfigError(
+                "blocks_per_bank", self.blocks_per_bank, f"must be 0 (all) to depth = {self.depth}"
+            )
+
+    @property
+    def stem_channels(self) -> int:
+        return self.in_channels * self.patch_size**2
+
+    @property
+    def bank_parameters(self) -> int:
+        """2·L·W²: the parameters in orthogonal matrices, the paper's count."""
+        return 2 * self.depth * self.width**2
+
+
+_CHOICES = {
+    "padding": ("circular", "zero"),
+    "activation": ("beta_abs", "minmax"),
+    "parametrisation": ("product", "merged"),
+}
+
+
+class Head(nn.Module):
+    """logits = normalise_rows(w)·f + b, computed in float32 or better."""
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_classes, width))
+        self.bias = nn.Parameter(torch.empty(num_classes))
+
+    def normalized_weight(self) -> Tensor:
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        return F.normalize(self.weight.to(dtype), dim=-1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        weight = self.normalized_weight()
+        return F.linear(features.to(weight.dtype), weight, self.bias.to(weight.dtype))
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + 999_983) % 2**63)
+        self.weight.copy_(torch.randn(self.weight.shape, generator=generator))
+        self.bias.zero_()
+
+
+class LipNeXt(nn.Module):
+    """NCHW images in [0, 1] → logits. `features` is K-Lipschitz with K the product of spectral norms.
+
+    Built under `torch.device("meta")` it allocates nothing; `reset_parameters` fills it later.
+    seed: of the initial weights; None draws one from torch's global generator.
+    """
+
+    def __init__(self, config: LipNeXtConfig, seed: int | None = None) -> None:
+        super().__init__()
+        self.config = config
+        side = config.image_size // config.patch_size
+        spec = BlockSpec(
+            shift_part=ops.shift_width(config.width, config.shift_ratio),
+            padding=config.padding,
+            activation=config.activation,
+            beta=config.beta,
+            parametrisation=config.parametrisation,
+        )
+        per_bank = config.blocks_per_bank or config.depth
+        self.groups = nn.ModuleList(
+            BlockGroup(
+                first,
+                min(per_bank, config.depth - first),
+                config.width,
+                (side, side),
+                spec,
+                config.positional_embedding,
+            )
+            for first in range(0, config.depth, per_bank)
+        )
+        self.head = Head(config.width, config.num_classes)
+        if not self.head.weight.is_meta:
+            self.reset_parameters(int(torch.randint(2**31, ())) if seed is None else seed)
+
+    def reset_parameters(self, seed: int) -> None:
+        """Fill all weights from a seed; the same values for every grouping of the blocks."""
+        for group in self.groups:
+            group.reset_parameters(seed)
+        self.head.reset_parameters(seed)
+
+    def features(self, images: Tensor) -> Tensor:
+        """The pooled features [N, width] whose l2 distance the certificate is about."""
+        self._check_images(images)
+        x = ops.space_to_depth(images - 0.5, self.config.patch_size, self.config.width)
+        for group in self.groups:
+            x = group(x)
+        return ops.l2_pool(x)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.features(images))
+
+    def _check_images(self, images: Tensor) -> None:
+        side, channels = self.config.image_size, self.config.in_channels
+        if images.dim() != 4 or tuple(images.shape[1:]) != (channels, side, side):
+            raise ValueError(
+                f"images of shape {tuple(images.shape)}: this model takes [N, {channels}, {side}, {side}]"
+            )
+        if not images.is_floating_point():
+            raise ValueError(
+                f"images are {images.dtype}: this model takes floating point in [0, 1]"
+            )

@@ -1,0 +1,16 @@
+"""Optimizers: Adam on the orthogonal group for the banks, NAdam for the rest, and their schedule."""
+
+from lipnext_scale.optim.lookahead_nadam import LookaheadNAdam
+from lipnext_scale.optim.manifold_adam import ManifoldAdam, manifold_adam_reference
+from lipnext_scale.optim.optimizers import OptimConfig, Optimizers, split_parameters
+from lipnext_scale.optim.schedule import learning_rate
+
+__all__ = [
+    "LookaheadNAdam",
+    "ManifoldAdam",
+    "OptimConfig",
+    "Optimizers",
+    "learning_rate",
+    "manifold_adam_reference",
+    "split_parameters",
+]

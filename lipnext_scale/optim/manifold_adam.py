@@ -1,0 +1,331 @@
+"""Stabilised Manifold Adam (Algorithm 2 of the paper): Adam in the Lie algebra of O(d).
+
+A step has three phases, so that the host waits for the device at most once:
+
+    1. every matrix:  A = skew(XᵀG); moments; Δ; B += Δ; the size of what will be exponentiated
+    2. one transfer:  all sizes to the host, which picks the products each matrix needs
+    3. every matrix:  X ← X·exp(Δ), or the Lookahead step  Xslow ← Xslow·exp(B/2), X ← Xslow, B ← 0
+
+Phases 1 and 3 run over chunks of a bank, as batched products. `manifold_adam_reference` is the same
+algorithm for one matrix, written to be read.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lipnext_scale import manifold
+from lipnext_scale.manifold.exponential import RULES, default_tolerance, sizes_for
+
+# How much of a bank is worked on at once. On the CPU a chunk of all operands should stay in the cache;
+# on a GPU it need only be large enough to fill the device, and bounds the temporary memory.
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
+# A start further from O(d) than this is a mistake of the caller, not rounding.
+INITIAL_ORTHOGONALITY_LIMIT = 1e-4
+SecondMomentInit = Literal["paper", "zero"]
+
+
+def adam_direction(
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    bias_correction: bool,
+    out: Tensor | None = None,
+    workspace: manifold.Workspace | None = None,
+) -> Tensor:
+    """Update both moments in place with a skew gradient and return Δ = -η·m̂/(√v̂ + ε).
+
+    Δ is exactly skew: m is skew, v is symmetric, and every operation here is elementwise.
+    """
+    beta1, beta2 = betas
+    correction1 = 1 - beta1**step if bias_correction else 1.0
+    correction2 = 1 - beta2**step if bias_correction else 1.0
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    # -η·(m/c1) / (√(v/c2) + ε) = m / ((√v + ε√c2) · c1/(-η√c2))
+    scratch = None if workspace is None else workspace.like("tail", exp_avg_sq)
+    denominator = torch.sqrt(exp_avg_sq, out=scratch).add_(eps * correction2**0.5)
+    return torch.div(exp_avg, denominator, out=out).mul_(-lr * correction2**0.5 / correction1)
+
+
+@dataclass
+class _Move:
+    """What phase 3 needs to move one bank: X (and Xslow) by exp of `exponent`, in the Lie algebra."""
+
+    point: Tensor
+    state: dict[str, Any]
+    exponent: Tensor
+    square: Tensor | None
+    sizes: Tensor
+    synchronise: bool
+    rule: str
+    tolerance: float
+
+
+class ManifoldAdam(torch.optim.Optimizer):
+    """Adam on O(d) for parameters [d, d] or banks [n, d, d], with Lookahead and retraction inside.
+
+    lookahead: synchronise with the slow weights every so many steps; 0 switches Lookahead off.
+    second_moment_init: `zero` with Adam's bias correction, or `paper` (v0 = 1/d, no correction), which
+        makes the first 1/(1-β2) steps tiny and suits runs of 10⁵ steps.
+    exp_rule, exp_tolerance: see `lipnext_scale.manifold.fast_exp`.
+    retract_every: polar retraction every so many steps, beside the `retract()` at an epoch's end.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        lookahead: int = 6,
+        second_moment_init: SecondMomentInit = "zero",
+        exp_rule: str = "paper",
+        exp_tolerance: float | None = None,
+        retract_every: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "lookahead": lookahead,
+            "second_moment_init": second_moment_init,
+            "exp_rule": exp_rule,
+            "exp_tolerance": exp_tolerance,
+            "retract_every": retract_every,
+        }
+        super().__init__(params, defaults)
+        self._showing_slow_weights = False
+        self._workspace = manifold.Workspace()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check_hyperparameters(group)
+        for index, parameter in enumerate(group["params"]):
+            names = group.get("param_names")
+            _check_on_manifold(names[index] if names else f"parameter {index}", parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        assert not self._showing_slow_weights, "step() inside slow_weights()"
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moves = [
+            self._measure(group, parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if moves:
+            sizes = torch.cat([move.sizes for move in moves]).tolist()  # the one transfer
+            for move in moves:
+                _apply(move, sizes[: move.point.shape[0]], self._workspace)
+                del sizes[: move.point.shape[0]]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                every = group["retract_every"]
+                if (
+                    parameter.grad is not None
+                    and every
+                    and self.state[parameter]["step"] % every == 0
+                ):
+                    self._retract(parameter)
+        return loss
+
+    def _measure(self, group: dict[str, Any], parameter: Tensor) -> _Move:
+        """Phase 1: moments, the direction Δ, the buffer B, and the size that picks the exponential."""
+        state = self._state(group, parameter)
+        state["step"] += 1
+        step, rule = int(state["step"]), group["exp_rule"]
+        point, gradient = as_stack(parameter), as_stack(parameter.grad)
+        synchronise = bool(group["lookahead"]) and step % group["lookahead"] == 0
+        exponent = torch.empty_like(point)
+        square = torch.empty_like(point) if rule == "bounded" else None
+        sizes = torch.empty(point.shape[0], dtype=point.dtype, device=point.device)
+        for part in chunks(point):
+            delta = adam_direction(
+                manifold.lie_gradient(point[part], gradient[part], self._workspace),
+                as_stack(state["exp_avg"])[part],
+                as_stack(state["exp_avg_sq"])[part],
+                step=step,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                bias_correction=group["second_moment_init"] == "zero",
+                out=exponent[part],
+                workspace=self._workspace,
+            )
+            if group["lookahead"]:
+                buffer = as_stack(state["buffer"])[part].add_(delta)
+                if synchronise:
+                    torch.mul(buffer, 0.5, out=delta)
+            if square is not None:
+                torch.bmm(delta, delta, out=square[part])
+            sizes[part] = sizes_for(rule, delta, None if square is None else square[part])
+        tolerance = group["exp_tolerance"] or default_tolerance(point.dtype)
+        return _Move(point, state, exponent, square, sizes, synchronise, rule, tolerance)
+
+    def _state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            paper = group["second_moment_init"] == "paper"
+            state["step"] = torch.zeros((), dtype=torch.int64)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.full_like(
+                parameter, 1 / parameter.shape[-1] if paper else 0
+            )
+            if group["lookahead"]:
+                state["buffer"] = torch.zeros_like(parameter)
+                state["slow"] = parameter.detach().clone()
+        return state
+
+    @torch.no_grad()
+    def retract(self) -> None:
+        """X ← polar(X); Xslow ← X; B ← 0, for every matrix (the end of an epoch in Algorithm 2)."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._retract(parameter)
+
+    def _retract(self, parameter: Tensor) -> None:
+        point, state = as_stack(parameter), self.state.get(parameter, {})
+        for part in chunks(point):
+            point[part] = manifold.polar_retract(point[part])
+        if "slow" in state:
+            state["slow"].copy_(parameter)
+            state["buffer"].zero_()
+
+    @contextmanager
+    def slow_weights(self) -> Iterator[None]:
+        """Inside, the parameters hold Xslow, the algorithm's output; the fast weights return after."""
+        assert not self._showing_slow_weights, "slow_weights() is already open"
+        held = [
+            p for g in self.param_groups for p in g["params"] if "slow" in self.state.get(p, {})
+        ]
+        self._showing_slow_weights = True
+        try:
+            for parameter in held:
+                swap_(parameter, self.state[parameter]["slow"])
+            yield
+        finally:
+            for parameter in held:
+                swap_(parameter, self.state[parameter]["slow"])
+            self._showing_slow_weights = False
+
+
+def _apply(move: _Move, sizes: list[float], workspace: manifold.Workspace) -> None:
+    """Phase 3: multiply by the exponentials; on a Lookahead step move the slow weights and follow."""
+    plans = manifold.plan_exponentials(sizes, move.rule, move.tolerance)
+    start = as_stack(move.state["slow"]) if move.synchronise else move.point
+    for part in chunks(move.point):
+        square = None if move.square is None else move.square[part]
+        manifold.multiply_by_exp_(start[part], move.exponent[part], plans[part], square, workspace)
+    if move.synchronise:
+        move.point.copy_(start)
+        move.state["buffer"].zero_()
+
+
+def as_stack(tensor: Tensor | None) -> Tensor:
+    """A view [k, d, d] of a matrix or bank, free of autograd."""
+    assert tensor is not None
+    return tensor.detach().view(-1, *tensor.shape[-2:])
+
+
+def chunks(stack: Tensor) -> Iterator[slice]:
+    """Slices of a stack [k, d, d] whose matrices are worked on together."""
+    budget = CHUNK_BYTES["cuda" if stack.is_cuda else "cpu"]
+    matrix_bytes = stack.shape[-1] * stack.shape[-2] * stack.element_size()
+    length = max(1, budget // matrix_bytes)
+    for start in range(0, stack.shape[0], length):
+        yield slice(start, min(start + length, stack.shape[0]))
+
+
+@torch.no_grad()
+def swap_(one: Tensor, other: Tensor) -> None:
+    """Exchange two tensors' contents in place."""
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+def _check_hyperparameters(group: dict[str, Any]) -> None:
+    allowed = {
+        "lr": (group["lr"] >= 0, "must be at least 0"),
+        "betas": (all(0 <= beta < 1 for beta in group["betas"]), "must both be in [0, 1)"),
+        "eps": (group["eps"] > 0, "must be positive"),
+        "lookahead": (group["lookahead"] >= 0, "must be 0 (off) or a number of steps"),
+        "retract_every": (group["retract_every"] >= 0, "must be 0 (off) or a number of steps"),
+        "second_moment_init": (group["second_moment_init"] in ("paper", "zero"), "paper or zero"),
+        "exp_rule": (group["exp_rule"] in RULES, f"must be one of {', '.join(RULES)}"),
+    }
+    for key, (right, rule) in allowed.items():
+        if not right:
+            raise ValueError(f"{key} = {group[key]!r}: {rule}")
+
+
+def _check_on_manifold(name: str, parameter: Tensor) -> None:
+    shape = tuple(parameter.shape)
+    if parameter.dim() not in (2, 3) or shape[-1] != shape[-2]:
+        raise ValueError(
+            f"{name} has shape {shape}: ManifoldAdam takes square matrices [d, d] or [n, d, d]"
+        )
+    if parameter.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"{name} is {parameter.dtype}: ManifoldAdam keeps its matrices in float32 or float64"
+        )
+    if parameter.is_meta:
+        return  # nothing to look at before the weights are materialised
+    with torch.no_grad():
+        stack = as_stack(parameter)
+        worst = max(
+            (manifold.orthogonality_error(stack[part]).max().item() for part in chunks(stack))
+        )
+    if not worst < INITIAL_ORTHOGONALITY_LIMIT:
+        raise ValueError(
+            f"{name} is not orthogonal: ‖XᵀX-I‖_F/√d = {worst:.3g}, above {INITIAL_ORTHOGONALITY_LIMIT:g}; "
+            "start from lipnext_scale.manifold.random_orthogonal or polar_retract"
+        )
+
+
+def manifold_adam_reference(
+    start: Tensor,
+    gradients: Iterable[Tensor],
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    lookahead: int = 6,
+    second_moment_init: SecondMomentInit = "zero",
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 2 for one matrix with exact exponentials: (X, Xslow) after the given gradients.
+
+    Steps are counted from one here: Lookahead acts on every `lookahead`-th.
+    """
+    x, slow = start.clone(), start.clone()
+    m, buffer = torch.zeros_like(x), torch.zeros_like(x)
+    v = torch.full_like(x, 1 / x.shape[-1] if second_moment_init == "paper" else 0)
+    for t, gradient in enumerate(gradients, start=1):
+        a = manifold.lie_gradient_reference(x, gradient)
+        m = betas[0] * m + (1 - betas[0]) * a
+        v = betas[1] * v + (1 - betas[1]) * a * a
+        m_hat, v_hat = m, v
+        if second_moment_init == "zero":
+            m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+        delta = -lr * m_hat / (v_hat.sqrt() + eps)
+        buffer = buffer + delta
+        if t % lookahead:
+            x = x @ torch.linalg.matrix_exp(delta)
+        else:
+            slow = slow @ torch.linalg.matrix_exp(buffer / 2)
+            x, buffer = slow, torch.zeros_like(buffer)
+    return x, slow

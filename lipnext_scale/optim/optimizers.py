@@ -1,0 +1,141 @@
+"""Both optimizers of a model as one: which parameter goes where, and the steps they take together."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from lipnext_scale.config import ConfigError
+from lipnext_scale.models import BlockGroup
+from lipnext_scale.optim.lookahead_nadam import LookaheadNAdam
+from lipnext_scale.optim.manifold_adam import ManifoldAdam
+from lipnext_scale.optim.schedule import learning_rate
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Manifold Adam for the orthogonal matrices, NAdam for the rest, one schedule for both."""
+
+    lr: float = 1e-3
+    euclidean_lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    lookahead: int = 6
+    second_moment_init: Literal["paper", "zero"] = "zero"
+    exp_rule: Literal["paper", "bounded"] = "paper"
+    # Steps between polar retractions beside the one at each epoch's end; 0: none.
+    retract_every: int = 0
+    clip_norm: float = 3.0
+    epochs: int = 800
+    warmup_epochs: float = 20
+    final_lr_ratio: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for key in ("lr", "euclidean_lr", "eps", "clip_norm"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(key, getattr(self, key), "must be positive")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError("betas", self.betas, "must both be in [0, 1)")
+        for key in ("lookahead", "retract_every"):
+            if getattr(self, key) < 0:
+                raise ConfigError(key, getattr(self, key), "must be 0 (off) or a number of steps")
+        if self.epochs < 1:
+            raise ConfigError("epochs", self.epochs, "must be at least 1")
+        if not 0 <= self.warmup_epochs < self.epochs:
+            raise ConfigError(
+                "warmup_epochs",
+                self.warmup_epochs,
+                f"must be from 0 to below epochs = {self.epochs}",
+            )
+        if not 0 <= self.final_lr_ratio <= 1:
+            raise ConfigError("final_lr_ratio", self.final_lr_ratio, "must be in [0, 1]")
+
+
+class Optimizers:
+    """ManifoldAdam for the banks and LookaheadNAdam for the rest."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+        orthogonal, euclidean = split_parameters(model)
+        self.config = config
+        self.manifold = ManifoldAdam(
+            orthogonal,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            lookahead=config.lookahead,
+            second_moment_init=config.second_moment_init,
+            exp_rule=config.exp_rule,
+            retract_every=config.retract_every,
+        )
+        self.euclidean = LookaheadNAdam(
+            euclidean,
+            lr=config.euclidean_lr,
+            betas=config.betas,
+            eps=config.eps,
+            lookahead=config.lookahead,
+        )
+
+    def set_learning_rate(self, step: int, total_steps: int, warmup_steps: int) -> float:
+        """Put both on the schedule; returns the manifold's learning rate."""
+        for optimizer, lr in (
+            (self.manifold, self.config.lr),
+            (self.euclidean, self.config.euclidean_lr),
+        ):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(
+                    step, lr, total_steps, warmup_steps, self.config.final_lr_ratio
+                )
+        return float(self.manifold.param_groups[0]["lr"])
+
+    def step(self) -> None:
+        self.manifold.step()
+        self.euclidean.step()
+
+    def zero_grad(self) -> None:
+        self.manifold.zero_grad(set_to_none=True)
+        self.euclidean.zero_grad(set_to_none=True)
+
+    def retract(self) -> None:
+        """At an epoch's end: matrices back onto O(d), and all slow weights jump to the fast ones.
+
+        Algorithm 2 says so of the matrices. The other parameters follow, so that the slow weights are
+        always one network that the training has seen, not parts of two.
+        """
+        self.manifold.retract()
+        self.euclidean.synchronise()
+
+    @contextmanager
+    def slow_weights(self) -> Iterator[None]:
+        """Inside, the model is the algorithm's output (Xslow): for evaluation and export."""
+        with ExitStack() as stack:
+            stack.enter_context(self.manifold.slow_weights())
+            stack.enter_context(self.euclidean.slow_weights())
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"manifold": self.manifold.state_dict(), "euclidean": self.euclidean.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.manifold.load_state_dict(state["manifold"])
+        self.euclidean.load_state_dict(state["euclidean"])
+
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+def split_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters]:
+    """(orthogonal, euclidean): every trainable parameter of the model in exactly one of the two."""
+    banks = {id(module.bank) for module in model.modules() if isinstance(module, BlockGroup)}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    orthogonal = [(name, p) for name, p in named if id(p) in banks]
+    euclidean = [(name, p) for name, p in named if id(p) not in banks]
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    placed = [id(p) for _, p in orthogonal + euclidean]
+    assert len(placed) == len(set(placed)) and set(placed) == trainable, (
+        "every trainable parameter must be in exactly one group"
+    )
+    if not orthogonal:
+        raise ValueError("the model has no trainable bank of orthogonal matrices")
+    return orthogonal, euclidean
