@@ -69,7 +69,7 @@ def from_dict(cls: type[T], values: Any, section: str = "") -> T:
         if required and name not in arguments:
             raise ConfigError(_join(section, name), _MISSING, "is required and was not given")
     try:
-        return cls(**arguments)  # type: ignore[return-value]
+        return cls(**arguments)
     except ConfigError as error:
         raise error.under(section) from None
 
@@ -176,7 +176,7 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
 
 def _convert_scalar(value: Any, hint: type, key: str) -> Any:
     if hint is float:
-        number = _as_float(value)
+        number = as_float(value)
         if number is None:
             raise ConfigError(key, value, "must be a number")
         return number
@@ -191,7 +191,7 @@ def _convert_scalar(value: Any, hint: type, key: str) -> Any:
     return value
 
 
-def _as_float(value: Any) -> float | None:
+def as_float(value: Any) -> float | None:
     """A finite number from 3, 1e-3 (text to YAML 1.1) or 36/255."""
     if isinstance(value, bool):
         return None

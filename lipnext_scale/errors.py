@@ -1,4 +1,4 @@
-"""The user's mistakes, told in one line with exit code 2; everything else is a bug and has a traceback."""
+"""The user's mistakes, told in one line with exit code 2; all else is a bug and has a traceback."""
 
 import sys
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from functools import wraps
 
 
 class UserError(Exception):
-    """Something the user can mend: the message names the key or file, its value and what is right."""
+    """Something the user can mend: the message names the key or file, its value, what is right."""
 
 
 class RunFailed(Exception):

@@ -1,15 +1,16 @@
 """Losses for certified training (SPEC §3).
 
 All see the same inputs: logits [N, J]; labels [N]; `distances` [J, J], c_ij = ‖w_i - w_j‖ of the
-normalised head rows, computed once per step for all pairs; and the training radius ε. The backbone is
-1-Lipschitz, so a perturbation of norm ε raises logit_j - logit_y by at most ε·c_yj.
+normalised head rows, computed once per step for all pairs; and the training radius ε. The backbone
+is 1-Lipschitz, so a perturbation of norm ε raises logit_j - logit_y by at most ε·c_yj.
 
-`logit_scale` multiplies the logits inside the loss only. Unit head rows on small images give logits too
-small for cross-entropy; a certificate is a ratio of logits and distances and never sees the scale.
+`logit_scale` multiplies the logits inside the loss only. Unit head rows on small images give logits
+too small for cross-entropy; a certificate is a ratio of logits and distances and never sees the
+scale.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,8 @@ class LossConfig:
     annealing_power: float = 5.0
 
     def __post_init__(self) -> None:
+        if self.name not in get_args(LossName):
+            raise ConfigError("name", self.name, f"must be one of {', '.join(get_args(LossName))}")
         for key in ("epsilon", "radius_min", "radius_max", "trades_weight", "annealing_power"):
             if getattr(self, key) < 0:
                 raise ConfigError(key, getattr(self, key), "must be at least 0")
@@ -79,8 +82,8 @@ def emma_loss(
 ) -> Tensor:
     """Efficient Margin MAximisation: cross-entropy after the attack that each class can still make.
 
-    e_j = clip(-l_j/(ε·c_j), 0.01, 1) is the share of the radius class j would need to overtake y; the
-    logits are shifted by e_j·ε·c_j with e_j held constant.
+    e_j = clip(-l_j/(ε·c_j), 0.01, 1) is the share of the radius class j would need to overtake y;
+    the logits are shifted by e_j·ε·c_j with e_j held constant.
     """
     return F.cross_entropy(logit_scale * emma_logits(logits, labels, distances, epsilon), labels)
 
@@ -131,7 +134,7 @@ def logit_annealing_loss(
     offset: float = 2.0,
     power: float = 5.0,
 ) -> Tensor:
-    """BRONet's: -T·(1-p)^β·log p, p the label's probability at temperature T after taking ξ off its logit.
+    """BRONet's: -T·(1-p)^β·log p, p the label's probability at temperature T, its logit less ξ.
 
     It stops pushing samples that have enough margin. The logits are EMMA's, as BRONet trains it.
     """

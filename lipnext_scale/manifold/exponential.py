@@ -6,8 +6,9 @@ A truncated Taylor series E of exp(A) is a polynomial in A, so with A² formed o
     order 3:  E = I + A + A²·(I/2 + A/6)                  one more
     order 4:  E = I + A + A²·(I/2 + A/6 + A²/24)          one more
 
-and X·E = X + X·(E - I) is the last product. Which order a matrix gets is decided on the host from one
-number each (`plan_exponentials`); matrices that need the same products are then multiplied as one batch.
+and X·E = X + X·(E - I) is the last product. Which order a matrix gets is decided on the host from
+one number each (`plan_exponentials`); matrices that need the same products are then multiplied as
+one batch.
 """
 
 import math
@@ -28,7 +29,7 @@ RULES = ("paper", "bounded")
 
 @dataclass(frozen=True)
 class ExpPlan:
-    """How to exponentiate one matrix: Taylor `order` (EXACT: matrix_exp) of A/2^s, squared s times."""
+    """How to exponentiate a matrix: Taylor `order` (EXACT: matrix_exp) of A/2^s, s squarings."""
 
     order: int
     squarings: int = 0
@@ -80,7 +81,7 @@ def default_tolerance(dtype: torch.dtype) -> float:
 
 
 def plan_exponentials(sizes: Sequence[float], rule: str, tolerance: float) -> list[ExpPlan]:
-    """A plan for each matrix from its size: ‖A‖_F for `paper`, ρ = ‖A²‖_F^½ ≥ ‖A‖₂ for `bounded`."""
+    """A plan for each matrix from its size: ‖A‖_F (`paper`), ρ = ‖A²‖_F^½ ≥ ‖A‖₂ (`bounded`)."""
     if rule == "paper":
         return [_paper_plan(size) for size in sizes]
     if rule == "bounded":
@@ -98,8 +99,9 @@ def _paper_plan(frobenius_norm: float) -> ExpPlan:
 def _bounded_plan(rho: float, tolerance: float) -> ExpPlan:
     """The cheapest order under the tolerance; above order 4, scale and square.
 
-    Order 3 costs what order 4 costs and is never better, so it is not used. E is normal, so squaring it
-    s times takes an eigenvalue 1+δ of EᵀE to (1+δ)^(2^s): that, less one, must stay under the tolerance.
+    Order 3 costs what order 4 costs and is never better, so it is not used. E is normal, so
+    squaring it s times takes an eigenvalue 1+δ of EᵀE to (1+δ)^(2^s): that, less one, must stay
+    under the tolerance.
     """
     assert math.isfinite(rho), "the exponential of a non-finite matrix was asked for"
     if orthogonality_loss_bound(rho, 2) <= tolerance:
@@ -157,7 +159,7 @@ def multiply_by_exp_(
 
 
 def _runs_of_one_class(plans: Sequence[ExpPlan]) -> Iterator[tuple[slice, list[ExpPlan]]]:
-    """Neighbouring matrices of one cost class as slices: views, so that batching them copies nothing."""
+    """Neighbouring matrices of one cost class as slices: views, so batching them copies nothing."""
     start = 0
     for _, group in groupby(plans, key=lambda plan: plan.cost_class):
         run = list(group)

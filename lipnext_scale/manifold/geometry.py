@@ -1,4 +1,4 @@
-"""The orthogonal group O(d), its Lie algebra of skew matrices, and the distance of a matrix from it."""
+"""The orthogonal group O(d), its Lie algebra of skew matrices, and how far a matrix is from it."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def skew(matrix: Tensor) -> Tensor:
 
 
 def lie_gradient_reference(point: Tensor, gradient: Tensor) -> Tensor:
-    """Xᵀ·grad f(X), with grad f(X) = G - X·sym(XᵀG) the Riemannian gradient as the paper prints it."""
+    """Xᵀ·grad f(X), grad f(X) = G - X·sym(XᵀG) the Riemannian gradient as the paper prints it."""
     product = point.mT @ gradient
     riemannian = gradient - point @ ((product + product.mT) / 2)
     return point.mT @ riemannian
@@ -38,7 +38,7 @@ def identity_deviation(matrix: Tensor) -> Tensor:
 
 
 def orthogonality_error(matrix: Tensor) -> Tensor:
-    """‖XᵀX - I‖_F / √d for each matrix: the root mean square column of XᵀX - I, comparable over d."""
+    """‖XᵀX - I‖_F / √d of each matrix: the root mean square column of XᵀX - I, comparable in d."""
     return torch.linalg.matrix_norm(identity_deviation(matrix)) / matrix.shape[-1] ** 0.5
 
 
@@ -48,7 +48,7 @@ def random_orthogonal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A matrix uniform on O(d): QR of a Gaussian, with the signs that make QR unique (Haar measure).
+    """A matrix uniform on O(d): QR of a Gaussian, with signs that make QR unique (Haar measure).
 
     The Gaussian is drawn on the CPU whatever the device, so that a seed means the same everywhere.
     """

@@ -1,12 +1,12 @@
-"""Polar retraction: the orthogonal matrix nearest to X in the Frobenius norm (Algorithm 2, line 21)."""
+"""Polar retraction: the orthogonal matrix nearest to X in Frobenius norm (Algorithm 2, line 21)."""
 
 import torch
 from torch import Tensor
 
 from lipnext_scale.manifold.geometry import identity_deviation
 
-# Newton-Schulz converges from every singular value in (0, √3). A deviation ‖XᵀX-I‖_F below this keeps
-# all of them in (0.7, 1.23), where each iteration at least squares the error: e → (3e²+e³)/4.
+# Newton-Schulz converges from every singular value in (0, √3). A deviation ‖XᵀX-I‖_F below this
+# keeps all of them in (0.7, 1.23), where each iteration at least squares the error: e → (3e²+e³)/4.
 NEWTON_SCHULZ_LIMIT = 0.5
 MAX_ITERATIONS = 12
 
@@ -18,13 +18,15 @@ def polar_reference(matrix: Tensor) -> Tensor:
 
 
 def polar_retract(matrix: Tensor) -> Tensor:
-    """The polar factor of each matrix [..., d, d], by Newton-Schulz; by SVD where that may not converge.
+    """The polar factor of each matrix [..., d, d], by Newton-Schulz; by SVD where that may fail.
 
-    X ← X(3I - XᵀX)/2 = X - X·(XᵀX - I)/2. Two products an iteration; two iterations bring a deviation
-    of 1e-3 to float32 round-off.
+    X ← X(3I - XᵀX)/2 = X - X·(XᵀX - I)/2. Two products an iteration; two iterations bring a
+    deviation of 1e-3 to float32 round-off.
     """
     stack = matrix.reshape(-1, *matrix.shape[-2:])
     retracted = stack.clone()
+    if retracted.numel() == 0:  # a rank may own none of a bank's matrices
+        return matrix.clone()
     round_off = 4 * torch.finfo(matrix.dtype).eps * matrix.shape[-1] ** 0.5
     previous = float("inf")
     for _ in range(MAX_ITERATIONS):

@@ -1,4 +1,4 @@
-"""LipNeXt blocks (paper §3.3) as readable functions; `fused.py` has the fast form of a whole group."""
+"""LipNeXt blocks (paper §3.3) as readable functions; `fused.py` has the fast form of a group."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class BlockSpec:
 def block_reference(
     x: Tensor, rotation: Tensor, mixing: Tensor, bias: Tensor, pos: Tensor | None, spec: BlockSpec
 ) -> Tensor:
-    """Z = act(W·S(R·(X + pos)) + b) on [N, H, W, C], with W = M·Rᵀ (product) or W itself (merged)."""
+    """Z = act(W·S(R·(X + pos)) + b) on [N, H, W, C], W = M·Rᵀ (product) or W itself (merged)."""
     weight = mixing @ rotation.mT if spec.parametrisation == "product" else mixing
     if pos is not None:
         x = x + pos

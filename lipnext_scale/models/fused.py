@@ -1,9 +1,9 @@
-"""The fast form of a group of blocks: one autograd node with hand-written backward and reused memory.
+"""The fast form of a group of blocks: one autograd node, hand-written backward, reused memory.
 
 It computes what `blocks.group_reference` computes (tests/models compare values and gradients) and
-differs in what it does not do: no copy of the unshifted channels, no concatenations, no pre-activation
-kept beside the activation (its signs are, one byte each), no gradient buffer per operation, and the
-gradients of all matrices written where the bank's gradient is.
+differs in what it does not do: no copy of the unshifted channels, no concatenations, no
+pre-activation kept beside the activation (its signs are, one byte each), no gradient buffer per
+operation, and the gradients of all matrices written where the bank's gradient is.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ class _FusedGroup(torch.autograd.Function):
         spec: BlockSpec,
         keep: bool,
     ) -> Tensor:
-        rotations, weights = _layers(bank, spec)
+        rotations, weights = layer_matrices(bank, spec)
         kept: list[Tensor] = []
         u = x if pos is None else x + pos[0]
         for index in range(len(bias)):
@@ -59,7 +59,7 @@ class _FusedGroup(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         bank, *kept = ctx.saved_tensors
         spec, shape = ctx.spec, grad_output.shape
-        rotations, weights = _layers(
+        rotations, weights = layer_matrices(
             bank, spec, kept.pop(0) if spec.parametrisation == "product" else None
         )
         count, channels = len(kept) // 3, shape[-1]
@@ -94,7 +94,7 @@ class _FusedGroup(torch.autograd.Function):
         return grad_x, grad_bank, grad_bias, grad_pos, None, None
 
 
-def _layers(bank: Tensor, spec: BlockSpec, products: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def layer_matrices(bank: Tensor, spec: BlockSpec, products: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(R, W) of every block as stacks [g, C, C]."""
     rotations, mixings = bank[0::2], bank[1::2]
     if spec.parametrisation == "merged":
@@ -103,7 +103,7 @@ def _layers(bank: Tensor, spec: BlockSpec, products: Tensor | None = None) -> tu
 
 
 def _product_backward_(grad_bank: Tensor, bank: Tensor) -> None:
-    """W = M·Rᵀ: from the gradient of W, in M's place, to those of R (added) and M: dWᵀ·M and dW·R."""
+    """W = M·Rᵀ: from the gradient of W, in M's place, to R's (added) and M's: dWᵀ·M and dW·R."""
     grad_rotations, grad_weights = grad_bank[0::2], grad_bank[1::2]
     rotations, mixings = bank[0::2], bank[1::2]
     grad_rotations += torch.bmm(grad_weights.mT, mixings)

@@ -5,13 +5,14 @@ from torch import Tensor, nn
 
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.models.blocks import BlockSpec, group_reference
-from lipnext_scale.models.fused import fused_group
+from lipnext_scale.models.fused import fused_group, layer_matrices
 
 
 class BlockGroup(nn.Module):
-    """The blocks [first, first + count) of a network: the unit that is sharded, compiled, checkpointed.
+    """The blocks [first, first + count) of a network: the unit of sharding, compiling, checkpoints.
 
-    bank [2·count, C, C]: R and M (or W) of each block in turn. bias [count, C]. pos [count, H, W, 1].
+    bank [2·count, C, C]: R and M (or W) of each block in turn. bias [count, C].
+    pos [count, H, W, 1].
     """
 
     def __init__(
@@ -34,6 +35,10 @@ class BlockGroup(nn.Module):
             return group_reference(x, self.bank, self.bias, self.pos, self.spec)
         return fused_group(x, self.bank, self.bias, self.pos, self.spec)
 
+    def layers(self) -> tuple[Tensor, Tensor]:
+        """(R, W) of every block as stacks [count, C, C], W = M·Rᵀ computed as the forward pass does."""
+        return layer_matrices(self.bank, self.spec)
+
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
         """R uniform on O(C), M = I (so W = Rᵀ), b = 0, pos = 0.
@@ -48,7 +53,7 @@ class BlockGroup(nn.Module):
             rotation, mixing = self.bank[2 * index], self.bank[2 * index + 1]
             rotation.copy_(initial_rotation(self.first + index, seed, rotation))
             if self.spec.parametrisation == "product":
-                mixing.copy_(torch.eye(mixing.shape[-1]))
+                mixing.copy_(torch.eye(mixing.shape[-1], device=mixing.device))
             else:
                 mixing.copy_(rotation.mT)
 

@@ -1,7 +1,7 @@
 """LipNeXt (SPEC §1): stem, blocks in banks, L2 pooling, a head with normalised rows."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -98,12 +98,13 @@ class Head(nn.Module):
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
         generator = torch.Generator().manual_seed((seed * 1_000_003 + 999_983) % 2**63)
-        self.weight.copy_(torch.randn(self.weight.shape, generator=generator))
+        # On the CPU whatever the default device, as `random_orthogonal`.
+        self.weight.copy_(torch.randn(self.weight.shape, generator=generator, device="cpu"))
         self.bias.zero_()
 
 
 class LipNeXt(nn.Module):
-    """NCHW images in [0, 1] → logits. `features` is K-Lipschitz with K the product of spectral norms.
+    """NCHW images in [0, 1] → logits. `features` is K-Lipschitz, K the product of spectral norms.
 
     Built under `torch.device("meta")` it allocates nothing; `reset_parameters` fills it later.
     seed: of the initial weights; None draws one from torch's global generator.
@@ -139,7 +140,7 @@ class LipNeXt(nn.Module):
     def reset_parameters(self, seed: int) -> None:
         """Fill all weights from a seed; the same values for every grouping of the blocks."""
         for group in self.groups:
-            group.reset_parameters(seed)
+            cast(BlockGroup, group).reset_parameters(seed)
         self.head.reset_parameters(seed)
 
     def features(self, images: Tensor) -> Tensor:
@@ -157,7 +158,8 @@ class LipNeXt(nn.Module):
         side, channels = self.config.image_size, self.config.in_channels
         if images.dim() != 4 or tuple(images.shape[1:]) != (channels, side, side):
             raise ValueError(
-                f"images of shape {tuple(images.shape)}: this model takes [N, {channels}, {side}, {side}]"
+                f"images of shape {tuple(images.shape)}: "
+                f"this model takes [N, {channels}, {side}, {side}]"
             )
         if not images.is_floating_point():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The operations of LipNeXt as pure functions on channels-last tensors [N, H, W, C]; all 1-Lipschitz.
+"""The operations of LipNeXt: pure functions on channels-last tensors [N, H, W, C], 1-Lipschitz.
 
 Written to be read. `fused.py` has the fast version of a whole group of blocks.
 """

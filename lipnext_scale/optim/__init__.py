@@ -1,4 +1,4 @@
-"""Optimizers: Adam on the orthogonal group for the banks, NAdam for the rest, and their schedule."""
+"""Optimizers: Adam on the orthogonal group for the banks, NAdam for the rest, their schedule."""
 
 from lipnext_scale.optim.lookahead_nadam import LookaheadNAdam
 from lipnext_scale.optim.manifold_adam import ManifoldAdam, manifold_adam_reference

@@ -10,7 +10,7 @@ from lipnext_scale.optim.manifold_adam import swap_
 
 
 class LookaheadNAdam(torch.optim.NAdam):
-    """torch's NAdam; every `lookahead` steps slow ← (slow + fast)/2 and fast ← slow. 0 switches it off."""
+    """torch's NAdam; every `lookahead` steps slow ← (slow + fast)/2 and fast ← slow. 0: never."""
 
     def __init__(
         self,
@@ -29,12 +29,20 @@ class LookaheadNAdam(torch.optim.NAdam):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         assert not self._showing_slow_weights, "step() inside slow_weights()"
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         moving = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        starts = {p: p.detach().clone() for p in moving if self.lookahead and p not in self.state}
-        loss = super().step(closure)
+        starts = {
+            p: p.detach().clone()
+            for p in moving
+            if self.lookahead and "slow" not in self.state.get(p, {})
+        }
+        super().step()
         for parameter in moving if self.lookahead else []:
             state = self.state[parameter]
-            if "slow" not in state:
+            if parameter in starts:
                 state["slow"] = starts[parameter]
             if int(state["step"]) % self.lookahead == 0:
                 parameter.copy_(state["slow"].lerp_(parameter, 0.5))
@@ -42,7 +50,7 @@ class LookaheadNAdam(torch.optim.NAdam):
 
     @torch.no_grad()
     def synchronise(self) -> None:
-        """slow ← fast: beside a retraction of the manifold's matrices, which does the same to theirs."""
+        """slow ← fast: beside a retraction of the matrices, which does the same to theirs."""
         for parameter, state in self.state.items():
             if "slow" in state:
                 state["slow"].copy_(parameter)

@@ -21,8 +21,8 @@ from torch import Tensor
 from lipnext_scale import manifold
 from lipnext_scale.manifold.exponential import RULES, default_tolerance, sizes_for
 
-# How much of a bank is worked on at once. On the CPU a chunk of all operands should stay in the cache;
-# on a GPU it need only be large enough to fill the device, and bounds the temporary memory.
+# How much of a bank is worked on at once. On the CPU a chunk of all operands should stay in the
+# cache; on a GPU it need only be large enough to fill the device, and bounds the temporary memory.
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 # A start further from O(d) than this is a mistake of the caller, not rounding.
 INITIAL_ORTHOGONALITY_LIMIT = 1e-4
@@ -59,7 +59,7 @@ def adam_direction(
 
 @dataclass
 class _Move:
-    """What phase 3 needs to move one bank: X (and Xslow) by exp of `exponent`, in the Lie algebra."""
+    """What phase 3 needs to move a bank: X (or Xslow) by exp of `exponent`, in the Lie algebra."""
 
     point: Tensor
     state: dict[str, Any]
@@ -75,8 +75,8 @@ class ManifoldAdam(torch.optim.Optimizer):
     """Adam on O(d) for parameters [d, d] or banks [n, d, d], with Lookahead and retraction inside.
 
     lookahead: synchronise with the slow weights every so many steps; 0 switches Lookahead off.
-    second_moment_init: `zero` with Adam's bias correction, or `paper` (v0 = 1/d, no correction), which
-        makes the first 1/(1-β2) steps tiny and suits runs of 10⁵ steps.
+    second_moment_init: `zero` with Adam's bias correction, or `paper` (v0 = 1/d, no correction),
+        which makes the first 1/(1-β2) steps tiny and suits runs of 10⁵ steps.
     exp_rule, exp_tolerance: see `lipnext_scale.manifold.fast_exp`.
     retract_every: polar retraction every so many steps, beside the `retract()` at an epoch's end.
     """
@@ -145,7 +145,7 @@ class ManifoldAdam(torch.optim.Optimizer):
         return loss
 
     def _measure(self, group: dict[str, Any], parameter: Tensor) -> _Move:
-        """Phase 1: moments, the direction Δ, the buffer B, and the size that picks the exponential."""
+        """Phase 1: moments, the direction Δ, the buffer B, the size that picks the exponential."""
         state = self._state(group, parameter)
         state["step"] += 1
         step, rule = int(state["step"]), group["exp_rule"]
@@ -208,7 +208,7 @@ class ManifoldAdam(torch.optim.Optimizer):
 
     @contextmanager
     def slow_weights(self) -> Iterator[None]:
-        """Inside, the parameters hold Xslow, the algorithm's output; the fast weights return after."""
+        """Inside, the parameters hold Xslow, the algorithm's output; the fast ones return after."""
         assert not self._showing_slow_weights, "slow_weights() is already open"
         held = [
             p for g in self.param_groups for p in g["params"] if "slow" in self.state.get(p, {})
@@ -225,7 +225,7 @@ class ManifoldAdam(torch.optim.Optimizer):
 
 
 def _apply(move: _Move, sizes: list[float], workspace: manifold.Workspace) -> None:
-    """Phase 3: multiply by the exponentials; on a Lookahead step move the slow weights and follow."""
+    """Phase 3: multiply by the exponentials; on a Lookahead step move the slow ones and follow."""
     plans = manifold.plan_exponentials(sizes, move.rule, move.tolerance)
     start = as_stack(move.state["slow"]) if move.synchronise else move.point
     for part in chunks(move.point):
@@ -260,6 +260,7 @@ def swap_(one: Tensor, other: Tensor) -> None:
 
 
 def _check_hyperparameters(group: dict[str, Any]) -> None:
+    tolerance = group["exp_tolerance"]
     allowed = {
         "lr": (group["lr"] >= 0, "must be at least 0"),
         "betas": (all(0 <= beta < 1 for beta in group["betas"]), "must both be in [0, 1)"),
@@ -268,6 +269,7 @@ def _check_hyperparameters(group: dict[str, Any]) -> None:
         "retract_every": (group["retract_every"] >= 0, "must be 0 (off) or a number of steps"),
         "second_moment_init": (group["second_moment_init"] in ("paper", "zero"), "paper or zero"),
         "exp_rule": (group["exp_rule"] in RULES, f"must be one of {', '.join(RULES)}"),
+        "exp_tolerance": (tolerance is None or tolerance > 0, "must be positive, or None"),
     }
     for key, (right, rule) in allowed.items():
         if not right:
@@ -289,11 +291,13 @@ def _check_on_manifold(name: str, parameter: Tensor) -> None:
     with torch.no_grad():
         stack = as_stack(parameter)
         worst = max(
-            (manifold.orthogonality_error(stack[part]).max().item() for part in chunks(stack))
+            (manifold.orthogonality_error(stack[part]).max().item() for part in chunks(stack)),
+            default=0.0,  # a rank may own none of a bank's matrices
         )
     if not worst < INITIAL_ORTHOGONALITY_LIMIT:
         raise ValueError(
-            f"{name} is not orthogonal: ‖XᵀX-I‖_F/√d = {worst:.3g}, above {INITIAL_ORTHOGONALITY_LIMIT:g}; "
+            f"{name} is not orthogonal: ‖XᵀX-I‖_F/√d = {worst:.3g}, "
+            f"above {INITIAL_ORTHOGONALITY_LIMIT:g}; "
             "start from lipnext_scale.manifold.random_orthogonal or polar_retract"
         )
 

@@ -1,4 +1,4 @@
-"""Both optimizers of a model as one: which parameter goes where, and the steps they take together."""
+"""Both optimizers of a model as one: which parameter goes where, and the steps taken together."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -100,8 +100,8 @@ class Optimizers:
     def retract(self) -> None:
         """At an epoch's end: matrices back onto O(d), and all slow weights jump to the fast ones.
 
-        Algorithm 2 says so of the matrices. The other parameters follow, so that the slow weights are
-        always one network that the training has seen, not parts of two.
+        Algorithm 2 says so of the matrices. The other parameters follow, so that the slow weights
+        are always one network that the training has seen, not parts of two.
         """
         self.manifold.retract()
         self.euclidean.synchronise()

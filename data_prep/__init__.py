@@ -1,0 +1,1 @@
+"""Commands that turn data sets into shards: `python -m data_prep.NAME --help`."""

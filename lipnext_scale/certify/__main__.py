@@ -1,0 +1,64 @@
+"""Certify a run's model on its test set.
+
+    python -m lipnext_scale.certify --run runs/digits [--json F] [--radii 36/255 0.5]
+
+Writes certificate.json, cra.png and examples.png into the run directory and prints a table.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from lipnext_scale.certify.certificate import DEFAULT_RADII, certify
+from lipnext_scale.certify.loading import load_model
+from lipnext_scale.certify.pictures import draw_curve, draw_examples
+from lipnext_scale.config import as_float
+from lipnext_scale.cpu import keep_freed_memory
+from lipnext_scale.data import read_samples
+from lipnext_scale.errors import UserError, command
+from lipnext_scale.run_directory import RunDirectory
+
+
+def _radius(text: str) -> float:
+    radius = as_float(text)
+    if radius is None or radius < 0:
+        raise UserError(f"--radii {text}: must be a number of at least 0, such as 36/255")
+    return radius
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="lipnext_scale.certify", description=__doc__.split("\n")[0])
+    parser.add_argument("--run", required=True, help="run directory")
+    parser.add_argument("--json", type=Path, help="also write the certificate to this file")
+    parser.add_argument("--radii", nargs="+", help="radii to report, default 36/255 72/255 108/255 0.5")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float64"),
+        default="float64",
+        help="arithmetic of the forward pass (default float64)",
+    )
+    arguments = parser.parse_args(argv)
+    epsilons = tuple(_radius(text) for text in arguments.radii or []) or DEFAULT_RADII
+    keep_freed_memory()
+    directory = RunDirectory(arguments.run)
+    data = directory.recipe().data
+    model = load_model(arguments.run).to(getattr(torch, arguments.dtype))
+    samples = read_samples(data.test, "data.test", data.memory_limit_gb)
+    result = certify(model, samples, epsilons)
+    try:
+        draw_curve(result, samples, directory.curve_picture)
+        draw_examples(result, samples, directory.examples_picture)
+        for path in (directory.certificate, arguments.json):
+            if path is not None:
+                result.certificate.write(path)
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
+    print(f"{directory.path}: {directory.certificate.name}")
+    print(result.certificate.table())
+    print(f"pictures: {directory.curve_picture}, {directory.examples_picture}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""A model from whatever holds one: a run directory or an export."""
+
+from pathlib import Path
+
+from lipnext_scale.errors import UserError
+from lipnext_scale.export import load_export, load_run_model
+from lipnext_scale.models import LipNeXt
+from lipnext_scale.run_directory import RunDirectory
+
+
+def load_model(run_or_export: str | Path) -> LipNeXt:
+    """The slow weights of a run's newest checkpoint, or an export, ready for evaluation."""
+    path = Path(run_or_export)
+    if path.is_dir():
+        return load_run_model(RunDirectory(path)).eval()
+    if path.is_file():
+        return load_export(path).eval()
+    raise UserError(f"{path}: no such run directory or export")

@@ -1,0 +1,59 @@
+"""Certified radii (SPEC §5): how far the prediction provably holds, in the l2 norm of the image."""
+
+import torch
+from torch import Tensor
+
+from lipnext_scale.certify.lipschitz import lipschitz_bound
+from lipnext_scale.metrics import Progress
+from lipnext_scale.models import LipNeXt
+
+
+@torch.no_grad()
+def certified_radii(
+    model: LipNeXt, images: Tensor, lipschitz: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(predicted labels, radii) of NCHW images in [0, 1]: min_{j≠top} margin_j / (K·‖w_top - w_j‖).
+
+    lipschitz: K, computed from the weights if not given. The radii are float64.
+    """
+    bound = lipschitz_bound(model) if lipschitz is None else lipschitz
+    return _radii(model, images, bound, head_distances(model))
+
+
+@torch.no_grad()
+def head_distances(model: LipNeXt) -> Tensor:
+    """‖w_i - w_j‖ of the normalised head rows as the forward pass has them, in float64."""
+    weight = model.head.normalized_weight().double()
+    return torch.stack([(weight - row).norm(dim=-1) for row in weight])
+
+
+def _radii(model: LipNeXt, images: Tensor, bound: float, distances: Tensor) -> tuple[Tensor, Tensor]:
+    logits = model(images).double()
+    top = logits.argmax(1, keepdim=True)
+    margins = logits.gather(1, top) - logits
+    # A class with the same head row keeps its margin for ever; the predicted class is left out.
+    ratios = (margins / (bound * distances[top.squeeze(1)])).scatter(1, top, float("inf"))
+    ratios = torch.where(ratios.isnan(), 0.0, ratios)  # 0/0: equal rows and equal logits, a tie
+    return top.squeeze(1), ratios.min(1).values
+
+
+@torch.no_grad()
+def evaluate_radii(
+    model: LipNeXt,
+    images: Tensor,
+    lipschitz: float | None = None,
+    batch_size: int = 512,
+    progress: Progress | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`certified_radii` of a whole set of uint8 images, batch by batch, on the CPU afterwards."""
+    weight = model.head.weight
+    bound = lipschitz_bound(model) if lipschitz is None else lipschitz
+    distances = head_distances(model)
+    labels, radii = [], []
+    for part in images.split(batch_size):
+        label, radius = _radii(model, part.to(weight.device, weight.dtype) / 255, bound, distances)
+        labels.append(label.cpu())
+        radii.append(radius.cpu())
+        if progress is not None:
+            progress.advance(len(part))
+    return torch.cat(labels), torch.cat(radii)

@@ -1,0 +1,87 @@
+"""Batches in an order that is a pure function of (seed, epoch, step)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipnext_scale.config import ConfigError
+from lipnext_scale.data.augment import random_crop, random_flip
+from lipnext_scale.data.config import DataConfig
+from lipnext_scale.data.samples import Samples
+
+
+@dataclass(frozen=True)
+class Batch:
+    """uint8 images [B, C, H, W], labels [B], and where in the training they stand."""
+
+    images: Tensor
+    labels: Tensor
+    ids: np.ndarray
+    epoch: int
+    last_of_epoch: bool
+
+
+class Loader(Protocol):
+    """Endless batches across epochs. Its state is that of the batch last handed out."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class MemoryLoader:
+    """A set held in memory, shuffled anew each epoch; what does not fill a batch waits for the next."""
+
+    def __init__(self, samples: Samples, config: DataConfig, seed: int) -> None:
+        if len(samples) < config.batch_size:
+            raise ConfigError(
+                "data.batch_size",
+                config.batch_size,
+                f"must be at most the {len(samples)} samples of data.train = {config.train!r}",
+            )
+        self._samples, self._config, self._seed = samples, config, seed
+        self._epoch, self._step = 0, 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self._samples) // self._config.batch_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            order = epoch_order(len(self._samples), self._seed, self._epoch)
+            while self._step < self.steps_per_epoch:
+                batch = self._batch(order, self._epoch, self._step)
+                self._step += 1
+                yield batch
+            self._epoch, self._step = self._epoch + 1, 0
+
+    def _batch(self, order: np.ndarray, epoch: int, step: int) -> Batch:
+        size = self._config.batch_size
+        ids = order[step * size : (step + 1) * size]
+        chosen = torch.from_numpy(ids)
+        images = self._samples.images[chosen]
+        images = random_crop(images, self._config.crop_padding, self._seed, epoch, ids)
+        if self._config.flip:
+            images = random_flip(images, self._seed, epoch, ids)
+        last = step + 1 == self.steps_per_epoch
+        return Batch(images, self._samples.labels[chosen], ids, epoch, last)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epoch, self._step = int(state["epoch"]), int(state["step"])
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of an epoch."""
+    return np.random.default_rng([seed, epoch]).permutation(count)

@@ -1,0 +1,74 @@
+"""Everything that defines a run, composed once from the components' own configurations."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lipnext_scale import config as configuration
+from lipnext_scale.config import ConfigError
+from lipnext_scale.data import DataConfig
+from lipnext_scale.losses import LossConfig
+from lipnext_scale.models import LipNeXtConfig
+from lipnext_scale.optim import OptimConfig
+from lipnext_scale.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives, how long it goes and what it tells."""
+
+    dir: str
+    seed: int = 0
+    # Stop after so many optimizer steps in all; the schedule stays that of the whole run. 0: to the end.
+    max_steps: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    log_every: int = 50
+    # Epochs between evaluations on the test set; 0: never.
+    eval_every: int = 10
+    # Steps between checkpoints beside the last one; 0: only the last.
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.dir.strip():
+            raise ConfigError("dir", self.dir, "must name a directory")
+        for key in ("seed", "max_steps", "eval_every", "checkpoint_every"):
+            if getattr(self, key) < 0:
+                raise ConfigError(key, getattr(self, key), "must be at least 0")
+        for key in ("log_every", "keep_checkpoints"):
+            if getattr(self, key) < 1:
+                raise ConfigError(key, getattr(self, key), "must be at least 1")
+
+
+# What may differ between a run and its continuation without changing its result.
+CHANGEABLE = {
+    "run.dir",
+    "run.max_steps",
+    "run.device",
+    "run.log_every",
+    "run.eval_every",
+    "run.checkpoint_every",
+    "run.keep_checkpoints",
+    "data.memory_limit_gb",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    run: RunConfig
+    data: DataConfig
+    model: LipNeXtConfig = field(default_factory=LipNeXtConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        if self.data.crop_padding >= self.model.image_size:
+            raise ConfigError(
+                "data.crop_padding",
+                self.data.crop_padding,
+                f"must be below model.image_size = {self.model.image_size}",
+            )
+
+
+def load_recipe(path: str | None, overrides: list[str] | None = None) -> Recipe:
+    return configuration.load(Recipe, path, overrides)

@@ -1,0 +1,64 @@
+"""The layout of a run directory; the one place that knows its file names."""
+
+import os
+from pathlib import Path
+
+from lipnext_scale import config as configuration
+from lipnext_scale.errors import UserError
+from lipnext_scale.recipe import CHANGEABLE, Recipe, load_recipe
+
+
+class RunDirectory:
+    """config.yaml, metrics.jsonl, tensorboard/, checkpoints/, and what certification adds."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.certificate = self.path / "certificate.json"
+        self.curve_picture = self.path / "cra.png"
+        self.examples_picture = self.path / "examples.png"
+
+    def open_for(self, recipe: Recipe) -> None:
+        """Make the directory and write the resolved configuration, or check that it is this run's."""
+        if self.config.exists():
+            self._check_same_run(recipe)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.config, configuration.dump(recipe).encode())
+        except OSError as error:
+            raise UserError(
+                f"run.dir = {str(self.path)!r}: cannot be written: {error.strerror}"
+            ) from None
+
+    def _check_same_run(self, recipe: Recipe) -> None:
+        there = load_recipe(str(self.config))
+        changed = {
+            key: values
+            for key, values in configuration.differences(there, recipe).items()
+            if key not in CHANGEABLE
+        }
+        if changed:
+            key, (old, new) = next(iter(changed.items()))
+            raise UserError(
+                f"run.dir = {str(self.path)!r}: holds a run with another configuration "
+                f"({key} = {old!r} there, {new!r} here); choose another run.dir or remove it"
+            )
+
+    def recipe(self) -> Recipe:
+        """The configuration of the run that is here."""
+        if not self.config.is_file():
+            raise UserError(f"{self.path}: is not a run directory (it has no {self.config.name})")
+        return load_recipe(str(self.config))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write aside and rename: readers see the old file or the whole new one."""
+    aside = path.with_name(path.name + ".partial")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

@@ -1,0 +1,209 @@
+"""The training loop: data → model → loss → engine → optimizers, and what happens between steps."""
+
+import time
+
+import torch
+from torch import Tensor
+
+from lipnext_scale.certify.radius import evaluate_radii
+from lipnext_scale.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from lipnext_scale.config import ConfigError
+from lipnext_scale.data import Batch, Loader, MemoryLoader, Samples, read_samples
+from lipnext_scale.errors import RunFailed
+from lipnext_scale.losses import class_distances, compute_loss, training_radius
+from lipnext_scale.metrics import Metrics, Progress
+from lipnext_scale.models import LipNeXt
+from lipnext_scale.optim import Optimizers
+from lipnext_scale.parallel import build_engine
+from lipnext_scale.recipe import Recipe
+from lipnext_scale.run_directory import RunDirectory
+
+
+class Trainer:
+    """A run: built from a recipe, continued from its newest checkpoint, trained to the end."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        train = read_samples(recipe.data.train, "data.train", recipe.data.memory_limit_gb)
+        self.test = read_samples(recipe.data.test, "data.test", recipe.data.memory_limit_gb)
+        for key, samples in (("data.train", train), ("data.test", self.test)):
+            check_fits_model(recipe, key, samples)
+        self.loader: Loader = MemoryLoader(train, recipe.data, recipe.run.seed)
+        self.engine = build_engine(recipe.parallel, choose_device(recipe.run.device))
+        with torch.device("meta"):
+            model = LipNeXt(recipe.model)
+        self.model = self.engine.prepare(model, recipe.run.seed)
+        self.optimizers = Optimizers(self.model, recipe.optim)
+        self.directory = RunDirectory(recipe.run.dir)
+        self.directory.open_for(recipe)
+        self.step = 0
+        self._resume()
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of the whole schedule."""
+        return self.recipe.optim.epochs * self.loader.steps_per_epoch
+
+    @property
+    def last_step(self) -> int:
+        """Where this process stops."""
+        return min(self.total_steps, self.recipe.run.max_steps or self.total_steps)
+
+    def run(self) -> None:
+        run = self.recipe.run
+        if self.step >= self.last_step:
+            print(f"{run.dir}: already at step {self.step} of {self.last_step}; nothing to train")
+            return
+        metrics = Metrics(self.directory.metrics, self.directory.tensorboard, self.step)
+        progress = Progress(self.last_step, self.step, title="train")
+        try:
+            self._loop(metrics, progress)
+        finally:
+            progress.close()
+            metrics.close()
+
+    def _loop(self, metrics: Metrics, progress: Progress) -> None:
+        run = self.recipe.run
+        clock, timed_from = time.perf_counter(), self.step
+        for batch in self.loader:
+            values = self.train_step(batch)
+            progress.advance()
+            done = self.step == self.last_step
+            if self.step % run.log_every == 0 or done:
+                rate = (self.step - timed_from) / (time.perf_counter() - clock)
+                clock, timed_from = time.perf_counter(), self.step
+                told = {name: float(value) for name, value in values.items()}
+                told["images_per_second"] = rate * len(batch.labels)
+                metrics.write(self.step, told)
+                progress.say(self._line(batch, told))
+            if batch.last_of_epoch and self._evaluation_is_due(batch.epoch):
+                scores = self.evaluate()
+                metrics.write(self.step, scores)
+                progress.say("  " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items()))
+            if done or (run.checkpoint_every and self.step % run.checkpoint_every == 0):
+                self.save()
+            if done:
+                return
+
+    def train_step(self, batch: Batch) -> dict[str, float | Tensor]:
+        """One optimizer step on one batch; after an epoch's last one, the polar retraction."""
+        optim, steps = self.recipe.optim, self.loader.steps_per_epoch
+        lr = self.optimizers.set_learning_rate(
+            self.step, self.total_steps, round(optim.warmup_epochs * steps)
+        )
+        epsilon = training_radius(self.recipe.loss, self.step / steps, optim.epochs)
+        images = to_unit_range(batch.images, self.engine.device)
+        labels = batch.labels.to(self.engine.device)
+
+        self.optimizers.zero_grad()
+        logits = self.model(images)
+        distances = class_distances(self.model.head.normalized_weight())
+        loss = compute_loss(self.recipe.loss, logits, labels, distances, epsilon)
+        self.engine.backward(loss)
+        norm = self.engine.clip_gradients(self.model, optim.clip_norm)
+        self._require_finite(loss, norm)
+        self.optimizers.step()
+        self.step += 1
+        if batch.last_of_epoch:
+            self.optimizers.retract()
+        accuracy = (logits.argmax(1) == labels).float().mean()
+        return {
+            "train/loss": loss.detach(),
+            "train/accuracy": accuracy,
+            "train/gradient_norm": norm,
+            "train/lr": lr,
+            "train/epsilon": epsilon,
+        }
+
+    def _require_finite(self, loss: Tensor, norm: Tensor) -> None:
+        """Stop before the update, naming the step and the first tensor that is not finite."""
+        if bool(torch.isfinite(loss + norm)):  # one look at the device for both
+            return
+        where = f"step {self.step + 1}"
+        if not torch.isfinite(loss):
+            raise RunFailed(f"{where}: the loss is {loss.item()}; the weights were not updated")
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                raise RunFailed(
+                    f"{where}: the gradient of {name} is not finite; the weights were not updated"
+                )
+        raise RunFailed(f"{where}: the gradient norm is {norm.item()}; the weights were not updated")
+
+    def evaluate(self) -> dict[str, float]:
+        """Clean and certified accuracy of the slow weights on the test set, taking K as 1.
+
+        A quick look while training; the certificate itself comes from lipnext_scale.certify, which
+        bounds K from the stored weights.
+        """
+        with self.optimizers.slow_weights():
+            labels, radii = evaluate_radii(self.model, self.test.images, lipschitz=1.0)
+        correct = labels == self.test.labels
+        certified = correct & (radii >= self.recipe.loss.epsilon)
+        return {
+            "test/clean_accuracy": correct.double().mean().item(),
+            "test/nominal_cra": certified.double().mean().item(),
+        }
+
+    def _evaluation_is_due(self, epoch: int) -> bool:
+        every = self.recipe.run.eval_every
+        return bool(every) and ((epoch + 1) % every == 0 or epoch + 1 == self.recipe.optim.epochs)
+
+    def _line(self, batch: Batch, told: dict[str, float]) -> str:
+        return (
+            f"epoch {batch.epoch + 1}/{self.recipe.optim.epochs} step {self.step}/{self.total_steps}"
+            f"  loss {told['train/loss']:.4f}  accuracy {told['train/accuracy']:.3f}"
+            f"  lr {told['train/lr']:.2e}  ε {told['train/epsilon']:.3f}"
+            f"  {told['images_per_second']:.0f} images/s"
+        )
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": self.optimizers.state_dict(),
+            "loader": self.loader.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+        keep = self.recipe.run.keep_checkpoints
+        save_checkpoint(self.directory.checkpoints, self.step, state, keep)
+
+    def _resume(self) -> None:
+        path = latest_checkpoint(self.directory.checkpoints)
+        if path is None:
+            return
+        state = load_checkpoint(path)
+        self.model.load_state_dict(state["model"])
+        self.optimizers.load_state_dict(state["optimizers"])
+        self.loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["rng"])
+        self.step = state["step"]
+        print(f"continuing {self.directory.path} from step {self.step}")
+
+
+def to_unit_range(images: Tensor, device: torch.device) -> Tensor:
+    """uint8 → float32 in [0, 1], converted on the device."""
+    return images.to(device, non_blocking=True).float().div_(255)
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device", name, "no GPU is visible here; use cpu or auto")
+    return torch.device(name)
+
+
+def check_fits_model(recipe: Recipe, key: str, samples: Samples) -> None:
+    """The images and labels of a set must be what the model takes."""
+    channels, height, width = samples.images.shape[1:]
+    what = f"the images of {key} are {channels}×{height}×{width}"
+    if height != width or height != recipe.model.image_size:
+        raise ConfigError("model.image_size", recipe.model.image_size, what)
+    if channels != recipe.model.in_channels:
+        raise ConfigError("model.in_channels", recipe.model.in_channels, what)
+    lowest, highest = int(samples.labels.min()), int(samples.labels.max())
+    if lowest < 0 or highest >= recipe.model.num_classes:
+        raise ConfigError(
+            "model.num_classes",
+            recipe.model.num_classes,
+            f"{key} has labels from {lowest} to {highest}",
+        )
