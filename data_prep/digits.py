@@ -1,9 +1,9 @@
-"""The UCI handwritten digits (1,797 images, 8×8, ten classes) as shards: the set the demo trains on.
+"""The UCI handwritten digits (1,797 images, 8×8, ten classes) as shards: the demo's data.
 
     python -m data_prep.digits --out lipnext_scale/data/builtin/digits
 
-The images come with scikit-learn (`pip install 'lipnext_scale[prep]'`), which carries the UCI test file.
-Pixels 0..16 become 0..255. The split is by a hash of the image's number, so it never changes:
+The images come with scikit-learn (`pip install 'lipnext_scale[prep]'`), which carries the UCI test
+file. Pixels 0..16 become 0..255. The split is by a hash of the image's number, so it never changes:
 1,437 for training and 360 for testing.
 """
 

@@ -13,7 +13,7 @@ FORMAT = 1
 
 
 def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write `state` as the checkpoint of `step`; of the older ones only the newest `keep` - 1 stay."""
+    """Write `state` as the checkpoint of `step`; in all the newest `keep` stay."""
     path = directory / f"step-{step:09d}.pt"
     aside = path.with_name(path.name + ".partial")
     try:

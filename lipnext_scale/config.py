@@ -19,6 +19,8 @@ from lipnext_scale.errors import UserError
 
 T = TypeVar("T")
 _MISSING = object()
+# Beside its own errors, PyYAML lets those of int() and datetime() through: 0x_, 2024-13-45.
+_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 
 class ConfigError(UserError, ValueError):
@@ -53,11 +55,9 @@ def from_dict(cls: type[T], values: Any, section: str = "") -> T:
     if not isinstance(values, dict):
         raise ConfigError(section or "configuration", values, "must be a mapping of keys to values")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    for key in values:
+    for key, value in values.items():
         if key not in fields:
-            raise ConfigError(
-                _join(section, str(key)), _MISSING, _unknown_key(str(key), cls, section)
-            )
+            raise ConfigError(_join(section, str(key)), value, _unknown_key(str(key), cls, section))
     hints = get_type_hints(cls)
     arguments = {
         key: _convert(value, hints[key], _join(section, key)) for key, value in values.items()
@@ -67,7 +67,9 @@ def from_dict(cls: type[T], values: Any, section: str = "") -> T:
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         )
         if required and name not in arguments:
-            raise ConfigError(_join(section, name), _MISSING, "is required and was not given")
+            if not dataclasses.is_dataclass(hints[name]):
+                raise ConfigError(_join(section, name), _MISSING, "is required and was not given")
+            arguments[name] = _convert({}, hints[name], _join(section, name))  # names what it lacks
     try:
         return cls(**arguments)
     except ConfigError as error:
@@ -85,7 +87,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def dump(config: Any) -> str:
     """The resolved configuration as YAML."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, default_flow_style=None, width=100)
+    return yaml.safe_dump(to_dict(config), sort_keys=False, default_flow_style=False)
 
 
 def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
@@ -97,16 +99,16 @@ def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
 def read_yaml(path: str | Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A YAML mapping merged over the files it names as `base`."""
     path = Path(path)
-    if path.resolve() in seen:
-        raise UserError(f"{path}: inherits from itself through `base`")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such configuration file{_similar_file(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except _YAML_ERRORS as error:
         raise UserError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from None
+    if path.resolve() in seen:
+        raise UserError(f"{path}: inherits from itself through `base`")
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -120,14 +122,33 @@ def read_yaml(path: str | Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over`, section by section."""
+    """`base` with the values of `over`, section by section; an empty section changes nothing."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = (
-            merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
+        if isinstance(old, dict) and (value is None or isinstance(value, dict)):
+            merged[key] = merge(old, value or {})
+        else:
+            merged[key] = value
     return merged
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which PyYAML would drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value} is given twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -136,15 +157,19 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     if not equals or not all(parts):
         raise UserError(f"argument {override!r}: must have the form section.key=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = _parse(text)
+    except _YAML_ERRORS:
         value = text
-    for part in parts[:-1]:
-        inner = values.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(key, _MISSING, f"{part} is a value, not a section")
-        values = inner
-    values[parts[-1]] = value
+    for depth, part in enumerate(parts[:-1], start=1):
+        if values.get(part) is None:
+            values[part] = {}
+        if not isinstance(values[part], dict):
+            section = ".".join(parts[:depth])
+            raise ConfigError(
+                key, value, f"{section} = {_shown(values[part])} is a value, not a section"
+            )
+        values = values[part]
+    values.update(merge(values, {parts[-1]: value}))
 
 
 def _convert(value: Any, hint: Any, key: str) -> Any:
@@ -181,7 +206,8 @@ def _convert_scalar(value: Any, hint: type, key: str) -> Any:
             raise ConfigError(key, value, "must be a number")
         return number
     if hint is int:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not whole:
             raise ConfigError(key, value, "must be a whole number")
         return int(value)
     if hint is bool and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Settings of this process that make training on a CPU faster. Called by the commands, not on import."""
+"""Settings of this process that make a CPU faster. Made by the commands, not on import."""
 
 import ctypes
 import sys
@@ -10,8 +10,8 @@ _LARGEST = 2**31 - 1
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory instead of giving it back to the system.
 
-    A step frees its activations and the next asks for the same amount again. By default glibc returns
-    large blocks to the kernel, which then clears every page anew: at width 128 a third of the step.
+    A step frees its activations and the next asks for the same amount again. By default glibc
+    returns large blocks to the kernel, which clears every page anew: `python -m benchmarks.block`.
     """
     if not sys.platform.startswith("linux"):
         return

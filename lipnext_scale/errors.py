@@ -3,6 +3,9 @@
 import sys
 from collections.abc import Callable
 from functools import wraps
+from typing import ParamSpec
+
+Arguments = ParamSpec("Arguments")
 
 
 class UserError(Exception):
@@ -13,13 +16,13 @@ class RunFailed(Exception):
     """The run itself went wrong (a non-finite loss, say): told in one line with exit code 1."""
 
 
-def command(main: Callable[[list[str] | None], None]) -> Callable[[list[str] | None], None]:
+def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
     """Decorate a command's `main(argv)`: errors become one line on stderr and an exit code."""
 
     @wraps(main)
-    def wrapped(argv: list[str] | None = None) -> None:
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         try:
-            main(argv)
+            main(*args, **kwargs)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)

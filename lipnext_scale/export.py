@@ -1,9 +1,9 @@
-"""Export a run's slow weights to one safetensors file, under names that depend on nothing but the model.
+"""Export a run's slow weights to one safetensors file, under names that only the model decides.
 
     python -m lipnext_scale.export --run runs/digits --out digits.safetensors
 
-Names: blocks.{i}.R, blocks.{i}.M (product) or blocks.{i}.W (merged), blocks.{i}.bias, blocks.{i}.pos,
-head.weight, head.bias. The architecture is in the file's metadata under `model`, as JSON.
+Names: blocks.{i}.R, blocks.{i}.M (product) or blocks.{i}.W (merged), blocks.{i}.bias,
+blocks.{i}.pos, head.weight, head.bias. The file's metadata has the architecture as JSON, `model`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def stable_parameters(model: LipNeXt) -> dict[str, Tensor]:
     """Views of all parameters by stable name, whatever the grouping into banks."""
     second = "M" if model.config.parametrisation == "product" else "W"
     named: dict[str, Tensor] = {}
-    for group in model.groups:
+    for group in model.block_groups():
         for index in range(group.count):
             block = f"blocks.{group.first + index}"
             named[f"{block}.R"] = group.bank[2 * index]
@@ -101,7 +101,9 @@ def load_run_model(directory: RunDirectory) -> LipNeXt:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="lipnext_scale.export", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="lipnext_scale.export", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--run", required=True, help="run directory")
     parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
     arguments = parser.parse_args(argv)

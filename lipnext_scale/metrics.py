@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 
 class Metrics:
-    """Scalars by step to metrics.jsonl and TensorBoard. Flushed line by line: a killed run keeps them.
+    """Scalars by step to metrics.jsonl and TensorBoard. Flushed by the line: a kill loses none.
 
     A run that continues from step s first drops what an earlier process wrote beyond s.
     """
@@ -49,9 +49,11 @@ def _lines(path: Path) -> list[str]:
 
 
 class Progress:
-    """A bar on a terminal; without one, a line whenever there is something to say."""
+    """A bar on a terminal; in a log plain lines, at most one every `log_seconds` (0: none)."""
 
-    def __init__(self, total: int, done: int = 0, unit: str = "step", title: str = "") -> None:
+    def __init__(
+        self, total: int, done: int = 0, unit: str = "step", title: str = "", log_seconds: float = 0
+    ) -> None:
         self._terminal = sys.stderr.isatty()
         self._bar = tqdm(
             total=total,
@@ -61,9 +63,21 @@ class Progress:
             disable=not self._terminal,
             dynamic_ncols=True,
         )
+        self._total, self._done, self._unit, self._title = total, done, unit, title
+        self._log_seconds, self._start, self._logged = log_seconds, time.time(), time.time()
 
     def advance(self, by: int = 1) -> None:
         self._bar.update(by)
+        self._done += by
+        now = time.time()
+        if not self._terminal and self._log_seconds and now - self._logged >= self._log_seconds:
+            self._logged = now
+            rate = self._done / (now - self._start)
+            print(
+                f"{self._title}: {self._done}/{self._total} {self._unit}s, {rate:.0f}/s, "
+                f"{(self._total - self._done) / rate:.0f} s to go",
+                flush=True,
+            )
 
     def say(self, line: str) -> None:
         if self._terminal:

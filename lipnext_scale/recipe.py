@@ -18,7 +18,7 @@ class RunConfig:
 
     dir: str
     seed: int = 0
-    # Stop after so many optimizer steps in all; the schedule stays that of the whole run. 0: to the end.
+    # Stop after so many optimizer steps in all; the schedule stays as it is. 0: go to the end.
     max_steps: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     log_every: int = 50

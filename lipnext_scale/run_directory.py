@@ -22,7 +22,7 @@ class RunDirectory:
         self.examples_picture = self.path / "examples.png"
 
     def open_for(self, recipe: Recipe) -> None:
-        """Make the directory and write the resolved configuration, or check that it is this run's."""
+        """Make the directory, or check that it is this run's; write the resolved configuration."""
         if self.config.exists():
             self._check_same_run(recipe)
         try:

@@ -21,7 +21,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration and stop"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set over the file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="set over the file"
+    )
     arguments = parser.parse_intermixed_args(argv)
     recipe = load_recipe(arguments.config, arguments.overrides)
     if arguments.print_config:

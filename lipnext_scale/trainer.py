@@ -127,7 +127,9 @@ class Trainer:
                 raise RunFailed(
                     f"{where}: the gradient of {name} is not finite; the weights were not updated"
                 )
-        raise RunFailed(f"{where}: the gradient norm is {norm.item()}; the weights were not updated")
+        raise RunFailed(
+            f"{where}: the gradient norm is {norm.item()}; the weights were not updated"
+        )
 
     def evaluate(self) -> dict[str, float]:
         """Clean and certified accuracy of the slow weights on the test set, taking K as 1.
@@ -150,7 +152,8 @@ class Trainer:
 
     def _line(self, batch: Batch, told: dict[str, float]) -> str:
         return (
-            f"epoch {batch.epoch + 1}/{self.recipe.optim.epochs} step {self.step}/{self.total_steps}"
+            f"epoch {batch.epoch + 1}/{self.recipe.optim.epochs}"
+            f"  step {self.step}/{self.total_steps}"
             f"  loss {told['train/loss']:.4f}  accuracy {told['train/accuracy']:.3f}"
             f"  lr {told['train/lr']:.2e}  ε {told['train/epsilon']:.3f}"
             f"  {told['images_per_second']:.0f} images/s"

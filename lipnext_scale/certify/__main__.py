@@ -29,10 +29,14 @@ def _radius(text: str) -> float:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="lipnext_scale.certify", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="lipnext_scale.certify", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--run", required=True, help="run directory")
     parser.add_argument("--json", type=Path, help="also write the certificate to this file")
-    parser.add_argument("--radii", nargs="+", help="radii to report, default 36/255 72/255 108/255 0.5")
+    parser.add_argument(
+        "--radii", nargs="+", help="radii to report, default 36/255 72/255 108/255 0.5"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "float64"),

@@ -20,7 +20,7 @@ DEFAULT_RADII = (36 / 255, 72 / 255, 108 / 255, 0.5)
 
 @dataclass(frozen=True)
 class Certificate:
-    """Shares are of all `samples`; a sample counts at ε if it is right and its radius is at least ε."""
+    """Shares of all `samples`; one counts at ε if it is right and its radius is at least ε."""
 
     clean_accuracy: float
     certified_accuracy: dict[str, float]
@@ -61,7 +61,7 @@ def certify(
     """Certify every sample with the model in the arithmetic of its weights."""
     started = time.perf_counter()
     bound = lipschitz_bound(model)
-    progress = Progress(len(samples), unit="image", title="certify")
+    progress = Progress(len(samples), unit="image", title="certify", log_seconds=10)
     predictions, radii = evaluate_radii(model, samples.images, bound, progress=progress)
     progress.close()
     certificate = Certificate(

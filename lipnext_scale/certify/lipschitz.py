@@ -1,8 +1,8 @@
-"""A guaranteed upper bound K of the network's Lipschitz constant, from the weights as they are stored.
+"""A guaranteed upper bound K of the network's Lipschitz constant, from the stored weights.
 
-features = pool ∘ block_L ∘ … ∘ block_1 ∘ stem. The stem, the shift, the activation and the pooling are
-1-Lipschitz whatever the weights, so K = Π ‖R_i‖₂·‖W_i‖₂. Each factor is bounded in float64, with the
-rounding of the bound's own computation added: the result is an upper bound, not an estimate.
+features = pool ∘ block_L ∘ … ∘ block_1 ∘ stem. The stem, the shift, the activation and the pooling
+are 1-Lipschitz whatever the weights, so K = Π ‖R_i‖₂·‖W_i‖₂. Each factor is bounded in float64,
+with the rounding of the bound's own computation added: an upper bound, not an estimate.
 """
 
 import math
@@ -20,7 +20,7 @@ GOOD_ENOUGH = 1e-9
 
 
 def spectral_norm_bound(matrix: Tensor) -> float:
-    """An upper bound of ‖X‖₂ for one matrix near O(d): √(1 + ‖XᵀX - I‖₂), both bounds from above."""
+    """An upper bound of ‖X‖₂ for one matrix near O(d): √(1 + ‖XᵀX - I‖₂), bounded from above."""
     x = matrix.detach().double()
     deviation = x.mT @ x
     # |fl(XᵀX) - XᵀX| ≤ γ·|X|ᵀ|X| entry by entry, whose Frobenius norm is at most γ·‖X‖_F².
@@ -36,7 +36,8 @@ def gram_bound(matrix: Tensor) -> float:
     Each iteration halves the logarithm of what the Frobenius norm overestimates. With M_{t+1} the
     computed Gram matrix over c_t = ‖M_t‖_F², its rounding enters as ‖M_t‖₂² ≤ c_t·(‖M_{t+1}‖₂ + γ).
     """
-    current, scales = matrix, []
+    current = matrix
+    scales: list[float] = []
     for _ in range(MAX_ITERATIONS):
         norm = torch.linalg.matrix_norm(current).item()
         if norm == 0 or _unwind(_above(norm), scales, matrix.shape[-1]) < GOOD_ENOUGH:
@@ -69,12 +70,12 @@ def _above(value: float) -> float:
 
 @torch.no_grad()
 def lipschitz_bound(model: LipNeXt) -> float:
-    """K of `model.features`. 1 + a little for a trained model; refuses weights that are not finite."""
+    """K of `model.features`: 1 + a little after training. Weights must be finite."""
     bound = 1.0
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(f"{name}: holds values that are not finite; nothing can be certified")
-    for group in model.groups:
+    for group in model.block_groups():
         # W as the forward pass computes it, so that the rounding of M·Rᵀ is inside the bound.
         for stack in group.layers():
             for matrix in stack:

@@ -1,6 +1,7 @@
 """Certified radii (SPEC §5): how far the prediction provably holds, in the l2 norm of the image."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lipnext_scale.certify.lipschitz import lipschitz_bound
@@ -27,14 +28,24 @@ def head_distances(model: LipNeXt) -> Tensor:
     return torch.stack([(weight - row).norm(dim=-1) for row in weight])
 
 
-def _radii(model: LipNeXt, images: Tensor, bound: float, distances: Tensor) -> tuple[Tensor, Tensor]:
-    logits = model(images).double()
+def _radii(
+    model: LipNeXt, images: Tensor, bound: float, distances: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The head is applied in float64, and the rounding of its sums is taken off every margin.
+
+    So two classes with the same row, whose exact logits tie, cannot be told apart by rounding.
+    """
+    features = model.features(images).double()
+    weight, bias = model.head.normalized_weight().double(), model.head.bias.double()
+    logits = F.linear(features, weight, bias)
     top = logits.argmax(1, keepdim=True)
-    margins = logits.gather(1, top) - logits
-    # A class with the same head row keeps its margin for ever; the predicted class is left out.
+    # |fl(w·f + b) - (w·f + b)| ≤ γ·(‖w‖‖f‖ + |b|) with γ ≈ (C+2)·2⁻⁵³ and ‖w‖ ≈ 1: twice that each.
+    unit = 2 * (features.shape[1] + 2) * 2.0**-53
+    rounding = 2 * unit * (features.norm(dim=1, keepdim=True) + bias.abs().max())
+    margins = logits.gather(1, top) - logits - rounding
+    # A class with the same row keeps its margin for ever: x/0 = ±inf. The top class is left out.
     ratios = (margins / (bound * distances[top.squeeze(1)])).scatter(1, top, float("inf"))
-    ratios = torch.where(ratios.isnan(), 0.0, ratios)  # 0/0: equal rows and equal logits, a tie
-    return top.squeeze(1), ratios.min(1).values
+    return top.squeeze(1), ratios.min(1).values.clamp_min(0)
 
 
 @torch.no_grad()

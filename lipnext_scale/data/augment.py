@@ -1,4 +1,4 @@
-"""Random augmentation of uint8 batches, each sample's randomness from (seed, epoch, sample) alone."""
+"""Random augmentation of uint8 batches; randomness comes from (seed, epoch, sample) alone."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 def sample_bits(seed: int, epoch: int, ids: np.ndarray, stream: int) -> np.ndarray:
     """64 random bits per sample: a counter-based generator (SplitMix64's mixing), no state."""
-    bits = np.full(len(ids), seed, dtype=np.uint64)
+    bits = np.full(len(ids), seed % 2**64, dtype=np.uint64)
     for word in (np.uint64(epoch), ids.astype(np.uint64), np.uint64(stream)):
         with np.errstate(over="ignore"):
             bits = (bits ^ word) + _GOLDEN
@@ -27,8 +27,9 @@ def random_crop(images: Tensor, padding: int, seed: int, epoch: int, ids: np.nda
         return images
     count, _, height, width = images.shape
     padded = F.pad(images, (padding,) * 4)
+    places = np.uint64(2 * padding + 1)
     top, left = (
-        torch.from_numpy((sample_bits(seed, epoch, ids, stream) % (2 * padding + 1)).astype(np.int64))
+        torch.from_numpy((sample_bits(seed, epoch, ids, stream) % places).astype(np.int64))
         for stream in (1, 2)
     )
     rows = top[:, None] + torch.arange(height)

@@ -7,7 +7,7 @@ from lipnext_scale.config import ConfigError
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Shards are paths with braces or wildcards; `builtin:` means those that ship with the package."""
+    """Shards are paths with braces or wildcards; `builtin:` means those of the package."""
 
     train: str
     test: str

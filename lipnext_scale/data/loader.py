@@ -39,7 +39,7 @@ class Loader(Protocol):
 
 
 class MemoryLoader:
-    """A set held in memory, shuffled anew each epoch; what does not fill a batch waits for the next."""
+    """A set in memory, shuffled anew each epoch; what does not fill a batch waits for the next."""
 
     def __init__(self, samples: Samples, config: DataConfig, seed: int) -> None:
         if len(samples) < config.batch_size:

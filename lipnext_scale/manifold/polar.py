@@ -23,10 +23,9 @@ def polar_retract(matrix: Tensor) -> Tensor:
     X ← X(3I - XᵀX)/2 = X - X·(XᵀX - I)/2. Two products an iteration; two iterations bring a
     deviation of 1e-3 to float32 round-off.
     """
-    stack = matrix.reshape(-1, *matrix.shape[-2:])
-    retracted = stack.clone()
-    if retracted.numel() == 0:  # a rank may own none of a bank's matrices
+    if matrix.numel() == 0:  # a rank may own none of a bank's matrices
         return matrix.clone()
+    retracted = matrix.reshape(-1, *matrix.shape[-2:]).clone()
     round_off = 4 * torch.finfo(matrix.dtype).eps * matrix.shape[-1] ** 0.5
     previous = float("inf")
     for _ in range(MAX_ITERATIONS):

@@ -94,8 +94,10 @@ class _FusedGroup(torch.autograd.Function):
         return grad_x, grad_bank, grad_bias, grad_pos, None, None
 
 
-def layer_matrices(bank: Tensor, spec: BlockSpec, products: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(R, W) of every block as stacks [g, C, C]."""
+def layer_matrices(
+    bank: Tensor, spec: BlockSpec, products: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(R, W) of every block as stacks [g, C, C]; `products` are the M·Rᵀ if they are known."""
     rotations, mixings = bank[0::2], bank[1::2]
     if spec.parametrisation == "merged":
         return rotations, mixings

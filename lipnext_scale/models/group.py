@@ -36,7 +36,7 @@ class BlockGroup(nn.Module):
         return fused_group(x, self.bank, self.bias, self.pos, self.spec)
 
     def layers(self) -> tuple[Tensor, Tensor]:
-        """(R, W) of every block as stacks [count, C, C], W = M·Rᵀ computed as the forward pass does."""
+        """(R, W) of every block as stacks [count, C, C], W as the forward pass computes it."""
         return layer_matrices(self.bank, self.spec)
 
     @torch.no_grad()

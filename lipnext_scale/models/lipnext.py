@@ -1,7 +1,7 @@
 """LipNeXt (SPEC §1): stem, blocks in banks, L2 pooling, a head with normalised rows."""
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -137,17 +137,21 @@ class LipNeXt(nn.Module):
         if not self.head.weight.is_meta:
             self.reset_parameters(int(torch.randint(2**31, ())) if seed is None else seed)
 
+    def block_groups(self) -> list[BlockGroup]:
+        """The groups of blocks in order: the units that an engine shards."""
+        return list(self.groups)  # type: ignore[arg-type]
+
     def reset_parameters(self, seed: int) -> None:
         """Fill all weights from a seed; the same values for every grouping of the blocks."""
-        for group in self.groups:
-            cast(BlockGroup, group).reset_parameters(seed)
+        for group in self.block_groups():
+            group.reset_parameters(seed)
         self.head.reset_parameters(seed)
 
     def features(self, images: Tensor) -> Tensor:
         """The pooled features [N, width] whose l2 distance the certificate is about."""
         self._check_images(images)
         x = ops.space_to_depth(images - 0.5, self.config.patch_size, self.config.width)
-        for group in self.groups:
+        for group in self.block_groups():
             x = group(x)
         return ops.l2_pool(x)
 

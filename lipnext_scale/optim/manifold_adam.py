@@ -319,7 +319,8 @@ def manifold_adam_reference(
     m, buffer = torch.zeros_like(x), torch.zeros_like(x)
     v = torch.full_like(x, 1 / x.shape[-1] if second_moment_init == "paper" else 0)
     for t, gradient in enumerate(gradients, start=1):
-        a = manifold.lie_gradient_reference(x, gradient)
+        # Skew but for round-off, which Adam would make as large as the rest: so it is cut off.
+        a = manifold.skew(manifold.lie_gradient_reference(x, gradient))
         m = betas[0] * m + (1 - betas[0]) * a
         v = betas[1] * v + (1 - betas[1]) * a * a
         m_hat, v_hat = m, v

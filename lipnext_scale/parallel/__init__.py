@@ -1,4 +1,4 @@
-"""Engines: how a model is placed on devices, differentiated and clipped. The trainer knows no more."""
+"""Engines: how a model is placed on devices, differentiated and clipped."""
 
 import torch
 

@@ -1,0 +1,45 @@
+# make demo: train and certify a model on one machine. make test: all tests. See README.md.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
+
+.PHONY: env demo test check lint bench clean
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "error: $(PYTHON) is older than 3.10; say make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
+
+demo: env
+	$(BIN)/python -m lipnext_scale.train --config configs/digits.yaml
+	$(BIN)/python -m lipnext_scale.certify --run runs/digits
+
+# Everything: style, types, all tests.
+test: env lint
+	$(BIN)/python -m pytest -n 2 -m '' tests
+
+# What a contributor runs all day.
+check: env lint
+	$(BIN)/python -m pytest -n 2 tests
+
+lint: env
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(BENCH_STAMP)
+	$(BIN)/python -m benchmarks.manifold_step
+	$(BIN)/python -m benchmarks.block
+
+clean:
+	rm -rf runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,81 @@
+"""Forward and backward of 8 blocks, in units of their 48 bare products.
+
+    python -m benchmarks.block [--rounds 15]
+
+64 tokens × batch 64. A block has two products and two more for each in the backward pass. The bare
+products have the operands that the network would have: every block its own weights and activations.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import interleaved, machine, print_rows
+from lipnext_scale.cpu import keep_freed_memory
+from lipnext_scale.models import BlockGroup, BlockSpec, fused_group, group_reference
+
+BLOCKS, BATCH, SIDE = 8, 64, 8
+BARE = "48 bare products"
+
+
+def bare_products(width: int) -> Callable[[], object]:
+    rows = BATCH * SIDE * SIDE
+    blocks = [
+        [torch.randn(rows, width) for _ in range(4)] + [torch.randn(width, width) for _ in range(2)]
+        for _ in range(BLOCKS)
+    ]
+
+    def run() -> None:
+        for u, mixed, _, _, rotation, weight in blocks:
+            torch.mm(u, rotation.mT)
+            torch.mm(mixed, weight.mT)
+        for u, mixed, grad, grad_mixed, rotation, weight in reversed(blocks):
+            torch.mm(grad.mT, mixed)
+            torch.mm(grad, weight)
+            torch.mm(grad_mixed.mT, u)
+            torch.mm(grad_mixed, rotation)
+
+    return run
+
+
+def blocks(
+    width: int, parametrisation: str, forward: Callable[..., Tensor]
+) -> Callable[[], object]:
+    spec = BlockSpec(width // 16, "circular", "beta_abs", 0.75, parametrisation)
+    group = BlockGroup(0, BLOCKS, width, (SIDE, SIDE), spec, has_pos=True)
+    group.reset_parameters(0)
+    x = torch.randn(BATCH, SIDE, SIDE, width, requires_grad=True)
+    gradient = torch.randn(BATCH, SIDE, SIDE, width)
+    inputs = [x, *group.parameters()]
+
+    def run() -> None:
+        output = forward(x, group.bank, group.bias, group.pos, spec)
+        torch.autograd.grad(output, inputs, gradient)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.block")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    keep_freed_memory()
+    torch.manual_seed(0)
+    print(f"{BLOCKS} blocks, {SIDE * SIDE} tokens × batch {BATCH}, float32; {machine()}")
+    for width in (128, 512):
+        runs = {
+            BARE: bare_products(width),
+            "merged": blocks(width, "merged", fused_group),
+            "merged, plain": blocks(width, "merged", group_reference),
+            "product": blocks(width, "product", fused_group),
+            "product, plain": blocks(width, "product", group_reference),
+        }
+        seconds = interleaved(runs, arguments.rounds)
+        print(f"width {width}")
+        print_rows(seconds, BARE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""K is an upper bound of the true norm, close to it, and made of the weights as stored."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lipnext_scale.certify import lipschitz_bound, spectral_norm_bound
+from lipnext_scale.certify.lipschitz import gram_bound
+from lipnext_scale.errors import UserError
+from lipnext_scale.manifold import random_orthogonal
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+
+
+def near_orthogonal(dimension: int, seed: int, singular_values: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    u, v = (random_orthogonal(dimension, generator, torch.float64) for _ in range(2))
+    return u * singular_values @ v
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    dimension=st.integers(1, 40),
+    seed=st.integers(0, 2**31),
+    spread=st.sampled_from([0.0, 1e-9, 1e-6, 1e-3, 0.1]),
+    largest=st.sampled_from([1.0, 1 + 1e-12, 1 + 1e-6, 1.05, 3.0, 50.0]),
+)
+def test_the_bound_is_never_below_the_true_norm(
+    dimension: int, seed: int, spread: float, largest: float
+) -> None:
+    """Also where one large singular value hides in a well-conditioned rest."""
+    generator = torch.Generator().manual_seed(seed)
+    values = 1 + spread * (2 * torch.rand(dimension, generator=generator, dtype=torch.float64) - 1)
+    values[seed % dimension] = largest
+    matrix = near_orthogonal(dimension, seed, values).float()
+    true = torch.linalg.matrix_norm(matrix.double(), ord=2).item()
+    bound = spectral_norm_bound(matrix)
+    # The reference itself has an error of a few units in the last place.
+    assert bound >= true * (1 - 1e-15)
+
+
+def test_the_bound_is_tight_for_a_matrix_as_training_leaves_it() -> None:
+    """A float32 orthogonal matrix of width 256: within 1e-7 of its true norm."""
+    matrix = random_orthogonal(256, torch.Generator().manual_seed(0))
+    true = torch.linalg.matrix_norm(matrix.double(), ord=2).item()
+    assert 0 <= spectral_norm_bound(matrix) - true < 1e-7
+
+
+def test_one_large_singular_value_is_found() -> None:
+    """1.05 hidden among 255 ones is bounded within 0.1 %."""
+    values = torch.ones(256, dtype=torch.float64)
+    values[100] = 1.05
+    bound = spectral_norm_bound(near_orthogonal(256, 1, values))
+    assert 1.05 <= bound < 1.05 * 1.001
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.integers(1, 20), seed=st.integers(0, 2**31), scale=st.sampled_from([1e-20, 1e-3, 1e5])
+)
+def test_gram_iteration_bounds_any_matrix_from_above(rows: int, seed: int, scale: float) -> None:
+    """Also far from zero and one, and within what the Frobenius norm gives."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = scale * torch.randn(rows, rows, generator=generator, dtype=torch.float64)
+    true = torch.linalg.matrix_norm(matrix, ord=2).item()
+    bound = gram_bound(matrix)
+    assert true * (1 - 1e-14) <= bound <= torch.linalg.matrix_norm(matrix).item() * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("parametrisation", ["product", "merged"])
+def test_the_network_bound_is_the_product_over_its_layers(parametrisation: str) -> None:
+    """Stretching one matrix by 1.05 raises K by that factor wherever the matrix is used."""
+    config = LipNeXtConfig(3, 16, 8, 2, 1, 10, parametrisation=parametrisation, blocks_per_bank=2)
+    model = LipNeXt(config, seed=0)
+    assert 1 <= lipschitz_bound(model) < 1 + 1e-5
+    with torch.no_grad():
+        model.groups[1].bank[1] *= 1.05  # M or W of the last block
+    assert math.isclose(lipschitz_bound(model), 1.05, rel_tol=1e-3)
+    assert lipschitz_bound(model) >= 1.05
+
+
+def test_weights_that_are_not_finite_are_refused_by_name() -> None:
+    model = LipNeXt(LipNeXtConfig(2, 16, 8, 2, 1, 10), seed=0)
+    with torch.no_grad():
+        model.groups[0].bank[1, 2, 3] = float("nan")
+    with pytest.raises(UserError, match=r"groups\.0\.bank"):
+        lipschitz_bound(model)

@@ -1,0 +1,74 @@
+"""Certified radii: the formula, its edge cases, and the figures made of it."""
+
+import torch
+
+from lipnext_scale.certify import certified_radii, certified_share, evaluate_radii
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+
+
+def small_model(seed: int = 0) -> LipNeXt:
+    return LipNeXt(LipNeXtConfig(2, 16, 8, 2, 1, 5), seed=seed).double()
+
+
+def test_radii_follow_the_formula_class_by_class() -> None:
+    """min over the other classes of the margin over K·‖w_top - w_j‖."""
+    model, images = small_model(), torch.rand(20, 1, 8, 8, dtype=torch.float64)
+    labels, radii = certified_radii(model, images, lipschitz=1.25)
+    logits, rows = model(images), model.head.normalized_weight()
+    for logit, label, radius in zip(logits, labels, radii, strict=True):
+        assert label == logit.argmax()
+        expected = min(
+            ((logit[label] - logit[j]) / (1.25 * (rows[label] - rows[j]).norm())).item()
+            for j in range(5)
+            if j != label
+        )
+        assert abs(radius.item() - expected) < 1e-12
+
+
+def test_the_bound_is_computed_when_it_is_not_given() -> None:
+    """A model stretched by 1.5 in one layer has radii divided by at least 1.5."""
+    model, images = small_model(), torch.rand(8, 1, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        model.groups[0].bank[3] *= 1.5
+    _, assumed = certified_radii(model, images, lipschitz=1.0)
+    _, proven = certified_radii(model, images)
+    assert (proven <= assumed / 1.5).all() and (proven >= assumed / 1.51).all()
+
+
+def test_a_tie_has_radius_zero() -> None:
+    """Equal logits certify nothing, whether the head rows differ or are the same."""
+    model, images = small_model(), torch.rand(4, 1, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        model.head.weight[1:] = model.head.weight[0]
+    _, radii = certified_radii(model, images)
+    assert (radii == 0).all()
+
+
+def test_a_class_with_the_same_row_but_a_lower_bias_never_overtakes() -> None:
+    """Two classes whose logits differ by a constant: the radius is infinite between them."""
+    model, images = (
+        LipNeXt(LipNeXtConfig(1, 8, 4, 2, 1, 2), seed=0).double(),
+        torch.rand(3, 1, 4, 4),
+    )
+    with torch.no_grad():
+        model.head.weight[1] = model.head.weight[0]
+        model.head.bias[0] = 1.0
+    labels, radii = certified_radii(model, images.double())
+    assert (labels == 0).all() and radii.isinf().all()
+
+
+def test_a_whole_set_in_batches_equals_one_call() -> None:
+    """uint8 images, batch by batch, the last one smaller."""
+    model = small_model()
+    images = torch.randint(0, 256, (23, 1, 8, 8), dtype=torch.uint8)
+    labels, radii = evaluate_radii(model, images, batch_size=5)
+    expected_labels, expected = certified_radii(model, images.double() / 255)
+    assert torch.equal(labels, expected_labels)
+    torch.testing.assert_close(radii, expected, rtol=1e-12, atol=0)
+
+
+def test_certified_accuracy_counts_what_is_right_and_far_enough() -> None:
+    predictions, labels = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 0])
+    radii = torch.tensor([0.5, 0.2, 0.1, 9.0], dtype=torch.float64)
+    shares = [certified_share(predictions, radii, labels, e) for e in (0.0, 0.1, 0.2, 0.3, 0.6)]
+    assert shares == [0.75, 0.75, 0.5, 0.25, 0.0]

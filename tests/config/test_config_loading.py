@@ -1,0 +1,292 @@
+"""Where a configuration's values come from: defaults < YAML (with its bases) < `a.b=c`."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lipnext_scale import config as configuration
+from lipnext_scale.config import ConfigError, as_float, differences, dump, from_dict, load, to_dict
+from lipnext_scale.data import DataConfig
+from lipnext_scale.errors import UserError
+from lipnext_scale.losses import LossConfig
+from lipnext_scale.models import LipNeXtConfig
+from lipnext_scale.optim import OptimConfig
+from lipnext_scale.recipe import Recipe, RunConfig, load_recipe
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 0.5
+    count: int = 3
+    flag: bool = False
+    kind: Literal["one", "two"] = "one"
+    pair: tuple[float, float] = (0.1, 0.2)
+    limit: float | None = 2.0
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str = "unnamed"
+    inner: Inner = field(default_factory=Inner)
+    other: Inner = field(default_factory=Inner)
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# --- precedence -------------------------------------------------------------------------------
+
+
+def test_defaults_alone():
+    """Without a file and arguments every value is the dataclass's default."""
+    assert load(Outer, None) == Outer()
+
+
+def test_arguments_over_yaml_over_defaults(tmp_path):
+    """Each source wins over the one before and leaves the rest alone."""
+    path = write(tmp_path / "a.yaml", "inner: {rate: 1.5, count: 7}\nname: file\n")
+    loaded = load(Outer, path, ["inner.count=9", "other.flag=true"])
+    assert loaded == Outer("file", Inner(rate=1.5, count=9), Inner(flag=True))
+
+
+def test_the_last_of_two_arguments_wins(tmp_path):
+    """Arguments are applied from left to right."""
+    assert load(Outer, None, ["inner.count=1", "inner.count=2"]).inner.count == 2
+
+
+def test_an_argument_may_hold_equals_signs_and_yaml():
+    """Only the first `=` divides; the value is YAML, so lists, null and quotes work."""
+    loaded = load(
+        Outer, None, ["name=a=b", "inner.pair=[0.3, 1/4]", "inner.limit=null", "other.rate='1/8'"]
+    )
+    assert loaded == Outer("a=b", Inner(pair=(0.3, 0.25), limit=None), Inner(rate=0.125))
+
+
+def test_an_argument_for_a_whole_section_is_merged_into_it(tmp_path):
+    """`inner={...}` changes the keys it names; the file's other keys are not dropped."""
+    path = write(tmp_path / "a.yaml", "inner: {rate: 1.5, count: 7}\n")
+    assert load(Outer, path, ["inner={count: 8}"]).inner == Inner(rate=1.5, count=8)
+
+
+@pytest.mark.parametrize("text", ["inner:\n", "inner: {}\n", ""])
+def test_an_empty_section_or_file_is_all_defaults(tmp_path, text):
+    """An empty section means no changes, and arguments can still reach into it."""
+    path = write(tmp_path / "a.yaml", text)
+    assert load(Outer, path) == Outer()
+    assert load(Outer, path, ["inner.count=4"]).inner.count == 4
+
+
+@pytest.mark.parametrize("text", ["2024-13-45", "0x_", "[1", "@home", "{a", "runs/a: b: c"])
+def test_an_argument_that_is_no_yaml_is_text(text):
+    """What PyYAML cannot read, with whatever exception, is taken as it stands."""
+    assert load(Outer, None, [f"name={text}"]).name == text
+
+
+# --- base -------------------------------------------------------------------------------------
+
+
+def test_base_is_merged_key_by_key(tmp_path):
+    """A file holds only what differs from its base, down to single keys of a section."""
+    write(tmp_path / "base.yaml", "name: base\ninner: {rate: 1.5, count: 7}\nother: {count: 1}\n")
+    path = write(tmp_path / "a.yaml", "base: base.yaml\ninner: {count: 8}\n")
+    assert load(Outer, path) == Outer("base", Inner(rate=1.5, count=8), Inner(count=1))
+
+
+def test_an_empty_section_keeps_that_of_the_base(tmp_path):
+    """`inner:` with everything commented out does not throw the base's section away."""
+    write(tmp_path / "base.yaml", "inner: {rate: 1.5, count: 7}\n")
+    path = write(tmp_path / "a.yaml", "base: base.yaml\ninner:\n  # count: 8\n")
+    assert load(Outer, path).inner == Inner(rate=1.5, count=7)
+
+
+def test_base_chain_with_relative_paths(tmp_path, monkeypatch):
+    """Every `base` is relative to the file that names it, not to where the command runs."""
+    write(tmp_path / "shared/deep/first.yaml", "name: first\ninner: {count: 1, rate: 1}\n")
+    write(tmp_path / "shared/second.yaml", "base: deep/first.yaml\ninner: {count: 2}\n")
+    path = write(tmp_path / "runs/third.yaml", "base: ../shared/second.yaml\nother: {count: 3}\n")
+    monkeypatch.chdir(tmp_path / "shared")
+    assert load(Outer, path) == Outer("first", Inner(count=2, rate=1.0), Inner(count=3))
+    assert load(Outer, Path("../runs/third.yaml")) == load(Outer, path)
+
+
+def test_two_files_may_share_a_base(tmp_path):
+    """Only a chain that comes back to itself is a cycle."""
+    write(tmp_path / "base.yaml", "name: base\n")
+    write(tmp_path / "one.yaml", "base: base.yaml\ninner: {count: 1}\n")
+    path = write(tmp_path / "two.yaml", "base: ./one.yaml\n")
+    assert load(Outer, path) == Outer("base", Inner(count=1))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_base_cycle_is_refused(tmp_path, length):
+    """A file that inherits from itself, directly or over others, is named in the error."""
+    for i in range(length):
+        write(tmp_path / f"{i}.yaml", f"base: {(i + 1) % length}.yaml\n")
+    with pytest.raises(UserError, match=r"0\.yaml: inherits from itself through `base`"):
+        load(Outer, tmp_path / "0.yaml")
+
+
+# --- no key is dropped ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, key",
+    [("inner: {count: 1}\ninner: {rate: 2}", "inner"), ("inner: {count: 1, count: 1}", "count")],
+)
+def test_a_key_given_twice_is_refused(tmp_path, text, key):
+    """PyYAML would silently take the last of the two."""
+    path = write(tmp_path / "a.yaml", text)
+    with pytest.raises(UserError, match=f"a.yaml: is not valid YAML: the key {key} is given twice"):
+        load(Outer, path)
+
+
+@given(key=st.text(st.characters(codec="ascii"), min_size=1, max_size=8))
+def test_every_unknown_key_is_refused(key):
+    """Whatever is not a field is an error that names it, at the top and in a section."""
+    if key not in {f.name for f in dataclasses.fields(Outer)}:
+        with pytest.raises(ConfigError) as error:
+            from_dict(Outer, {key: 1})
+        assert error.value.key == key
+    if key not in {f.name for f in dataclasses.fields(Inner)}:
+        with pytest.raises(ConfigError) as error:
+            from_dict(Outer, {"inner": {key: 1}})
+        assert error.value.key == f"inner.{key}"
+
+
+# --- values -----------------------------------------------------------------------------------
+
+
+@given(above=st.integers(-999, 999), below=st.integers(1, 999))
+def test_fractions_are_numbers(above, below):
+    """36/255 is the float nearest to it, in a file, as an argument, and with spaces."""
+    assert as_float(f"{above}/{below}") == above / below
+    assert load(Outer, None, [f"inner.rate={above} / {below}"]).inner.rate == above / below
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_every_way_to_write_a_float_is_read(number):
+    """`1e-3` without a point is text to YAML 1.1, and a number here."""
+    for text in (repr(number), f"{number:.17e}", f"{number:.17g}"):
+        assert load(Outer, None, [f"inner.rate={text}"]).inner.rate == number
+
+
+def test_exponent_without_point_is_a_number():
+    """The form that everybody writes, which PyYAML itself reads as text."""
+    assert isinstance(yaml.safe_load("1e-3"), str)
+    assert load(Outer, None, ["inner.rate=1e-3"]).inner.rate == 0.001
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, None, "", "one", "1/0", "1/2/3", "nan", "inf", "-inf", "1e999", [1], {}, 10**400],
+)
+def test_what_is_no_finite_number(value):
+    """None of these becomes a float."""
+    assert as_float(value) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.5, True, "3", None, [3]])
+def test_what_is_no_whole_number(value):
+    """A whole number may be written 3.0, but nothing else stands for one."""
+    assert from_dict(Inner, {"count": 3.0}).count == 3
+    with pytest.raises(ConfigError, match="^count = .*must be a whole number"):
+        from_dict(Inner, {"count": value})
+
+
+# --- round trips ------------------------------------------------------------------------------
+
+positive = st.floats(1e-30, 1e30)
+text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
+recipes = st.builds(
+    Recipe,
+    run=st.builds(
+        RunConfig,
+        # A run directory's name cannot hold a null byte.
+        dir=text.filter(lambda name: "\0" not in name),
+        seed=st.integers(0, 2**70),
+        device=st.sampled_from(["auto", "cpu", "cuda"]),
+        keep_checkpoints=st.integers(1, 9),
+    ),
+    data=st.builds(
+        DataConfig,
+        train=text,
+        test=text,
+        batch_size=st.integers(1, 2**40),
+        flip=st.booleans(),
+        memory_limit_gb=positive,
+    ),
+    model=st.builds(
+        LipNeXtConfig,
+        depth=st.integers(1, 64),
+        width=st.integers(12, 9999),
+        shift_ratio=st.floats(0, 0.25),
+        padding=st.sampled_from(["circular", "zero"]),
+        positional_embedding=st.booleans(),
+        beta=st.floats(0, 1),
+    ),
+    loss=st.builds(
+        LossConfig,
+        name=st.sampled_from(["emma", "margin", "trades", "logit_annealing", "cross_entropy"]),
+        epsilon=positive,
+        radius_min=st.floats(0, 1),
+        radius_max=st.floats(1, 9),
+    ),
+    optim=st.builds(
+        OptimConfig,
+        lr=positive,
+        betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
+        epochs=st.integers(21, 999),
+        final_lr_ratio=st.floats(0, 1),
+    ),
+)
+
+
+@given(recipes)
+def test_to_dict_and_back(recipe):
+    """`from_dict` undoes `to_dict`, which holds plain values only."""
+    values = to_dict(recipe)
+    assert from_dict(Recipe, values) == recipe
+    assert all(isinstance(section, dict) for section in values.values())
+    for section in values.values():
+        assert all(type(v) in (int, float, bool, str, list) for v in section.values())
+
+
+@settings(max_examples=60)
+@given(recipes)
+def test_dump_and_load(tmp_path_factory, recipe):
+    """The YAML that a run directory keeps loads to the same recipe, floats to the last bit."""
+    path = tmp_path_factory.mktemp("dump") / "config.yaml"
+    path.write_bytes(dump(recipe).encode())
+    assert load_recipe(str(path)) == recipe
+
+
+@given(recipes, recipes)
+def test_differences_are_what_has_to_change(one, other):
+    """Applied to the first recipe, the second values make it the second, and no key is needless."""
+    found = differences(one, other)
+    values = to_dict(one)
+    for key, (first, second) in found.items():
+        assert first != second
+        section, name = key.split(".")
+        assert values[section][name] == first
+        values[section][name] = second
+    assert from_dict(Recipe, values) == other
+    assert bool(found) == (one != other)
+
+
+def test_differences_of_equal_recipes_are_none():
+    """A recipe does not differ from its own copy."""
+    recipe = Recipe(RunConfig("a"), DataConfig("b", "c"))
+    assert differences(recipe, from_dict(Recipe, to_dict(recipe))) == {}
+    assert configuration.differences(
+        recipe, dataclasses.replace(recipe, model=LipNeXtConfig(width=64))
+    ) == {"model.width": (1024, 64)}

@@ -1,0 +1,468 @@
+"""ManifoldAdam: against its reference, its state, its slow weights, and what it refuses."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lipnext_scale.manifold import orthogonality_error, random_orthogonal, skew
+from lipnext_scale.optim import ManifoldAdam, manifold_adam_reference
+from lipnext_scale.optim import manifold_adam as module
+from lipnext_scale.optim.manifold_adam import adam_direction
+
+
+def bank(*shape: int, seed: int = 0, dtype=torch.float64) -> torch.nn.Parameter:
+    """A parameter of the shape [d, d] or [n, d, d] on O(d)."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.Size(shape[:-2]).numel())
+    matrices = [random_orthogonal(shape[-1], generator, dtype) for _ in range(count)]
+    return torch.nn.Parameter(torch.stack(matrices).view(shape))
+
+
+def gradients(parameter: torch.Tensor, steps: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(steps, *parameter.shape, generator=generator, dtype=torch.float64).to(
+        parameter.dtype
+    )
+
+
+def run(optimizer: ManifoldAdam, parameter: torch.nn.Parameter, grads: torch.Tensor) -> None:
+    for gradient in grads:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+
+
+# --- the mathematics --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("second_moment_init", ["zero", "paper"])
+@pytest.mark.parametrize("lookahead", [1, 2, 5, 6])
+@pytest.mark.parametrize("shape", [(8, 8), (3, 8, 8)])
+def test_follows_the_reference(shape, lookahead, second_moment_init):
+    """Every matrix of a bank follows Algorithm 2 with exact exponentials, to 1e-10 in float64."""
+    x = bank(*shape)
+    start, grads = x.detach().clone().view(-1, 8, 8), gradients(x, 13)
+    options = {"lr": 0.02, "lookahead": lookahead, "second_moment_init": second_moment_init}
+    optimizer = ManifoldAdam([x], exp_rule="bounded", exp_tolerance=1e-15, **options)
+    run(optimizer, x, grads)
+    for index, matrix in enumerate(x.detach().view(-1, 8, 8)):
+        mine = grads.view(13, -1, 8, 8)[:, index]
+        fast, slow = manifold_adam_reference(start[index], mine, **options)
+        torch.testing.assert_close(matrix, fast, rtol=0, atol=1e-10)
+        kept = optimizer.state[x]["slow"].view(-1, 8, 8)[index]
+        torch.testing.assert_close(kept, slow, rtol=0, atol=1e-10)
+        assert float((fast - start[index]).abs().max()) > 1e-3  # there was something to follow
+
+
+@pytest.mark.parametrize("betas, eps", [((0.0, 0.0), 1e-8), ((0.5, 0.9), 1e-3), ((0.9, 0.99), 1.0)])
+def test_follows_the_reference_for_other_hyperparameters(betas, eps):
+    """β1, β2 and ε mean in the optimizer what they mean in the reference."""
+    x = bank(6, 6)
+    start, grads = x.detach().clone(), gradients(x, 7)
+    optimizer = ManifoldAdam(
+        [x], lr=0.03, betas=betas, eps=eps, exp_rule="bounded", exp_tolerance=1e-15
+    )
+    run(optimizer, x, grads)
+    fast, _ = manifold_adam_reference(start, grads, lr=0.03, betas=betas, eps=eps)
+    torch.testing.assert_close(x.detach(), fast, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("exp_rule", ["paper", "bounded"])
+def test_follows_the_reference_in_float32(exp_rule):
+    """In float32 and at a training learning rate the paths differ by less than 2e-5 in 20 steps."""
+    x = bank(4, 24, 24, dtype=torch.float32)
+    start, grads = x.detach().double(), gradients(x, 20)
+    run(ManifoldAdam([x], lr=1e-3, exp_rule=exp_rule), x, grads)
+    for index in range(4):
+        fast, _ = manifold_adam_reference(start[index], grads[:, index].double(), lr=1e-3)
+        assert float((x.detach()[index] - fast).abs().max()) < 2e-5
+
+
+def test_large_steps_take_the_exact_exponential():
+    """Where ‖Δ‖_F ≥ 1 the paper's rule is exact, so it follows the reference to round-off."""
+    x = bank(2, 8, 8)
+    start, grads = x.detach().clone(), gradients(x, 6)
+    run(ManifoldAdam([x], lr=1.0, exp_rule="paper", lookahead=3), x, grads)
+    for index in range(2):
+        fast, _ = manifold_adam_reference(start[index], grads[:, index], lr=1.0, lookahead=3)
+        torch.testing.assert_close(x.detach()[index], fast, rtol=0, atol=1e-10)
+
+
+def test_chunks_do_not_change_the_result(monkeypatch):
+    """A bank worked on one, two or all matrices at a time ends at the same place."""
+    ends = []
+    for matrices_at_once in (1, 2, 100):
+        monkeypatch.setitem(module.CHUNK_BYTES, "cpu", matrices_at_once * 8 * 8 * 8)
+        x = bank(5, 8, 8)
+        run(ManifoldAdam([x], lr=0.05, lookahead=2, retract_every=3), x, gradients(x, 5))
+        ends.append(x.detach())
+    torch.testing.assert_close(ends[0], ends[2], rtol=0, atol=1e-14)
+    torch.testing.assert_close(ends[1], ends[2], rtol=0, atol=1e-14)
+
+
+def test_direction_is_exactly_skew():
+    """Δ = -η·m̂/(√v̂ + ε) is skew to the last bit over many steps, in float32, both starts."""
+    for paper in (True, False):
+        m, v = torch.zeros(2, 16, 16), torch.full((2, 16, 16), 1 / 16 if paper else 0.0)
+        for step in range(1, 30):
+            generator = torch.Generator().manual_seed(step)
+            delta = adam_direction(
+                skew(torch.randn(2, 16, 16, generator=generator)),
+                m,
+                v,
+                step=step,
+                lr=0.1,
+                betas=(0.9, 0.999),
+                eps=1e-8,
+                bias_correction=not paper,
+            )
+            assert torch.equal(delta.mT, -delta) and delta.any()
+            assert torch.equal(m.mT, -m) and torch.equal(v.mT, v)
+
+
+def test_direction_is_that_of_adam():
+    """With bias correction Δ is the step that torch's Adam takes for the same gradients."""
+    weight = torch.nn.Parameter(torch.zeros(5, 5, dtype=torch.float64))
+    adam = torch.optim.Adam([weight], lr=0.1, betas=(0.8, 0.95), eps=1e-3)
+    m, v = torch.zeros_like(weight.detach()), torch.zeros_like(weight.detach())
+    for step, gradient in enumerate(gradients(weight, 10), start=1):
+        before, gradient = weight.detach().clone(), skew(gradient)
+        weight.grad = gradient
+        adam.step()
+        delta = adam_direction(
+            gradient, m, v, step=step, lr=0.1, betas=(0.8, 0.95), eps=1e-3, bias_correction=True
+        )
+        torch.testing.assert_close(delta, weight.detach() - before, rtol=1e-10, atol=1e-13)
+
+
+def test_first_step_is_lr_per_entry_or_tiny():
+    """From v0 = 0 the first step has entries ±lr; from the paper's v0 = 1/d it is far smaller."""
+    sizes = {}
+    for init in ("zero", "paper"):
+        x = bank(16, 16)
+        start = x.detach().clone()
+        run(ManifoldAdam([x], lr=1e-3, second_moment_init=init), x, 1e-3 * gradients(x, 1))
+        sizes[init] = float(torch.linalg.matrix_norm(start.mT @ x.detach() - torch.eye(16)))
+    assert sizes["zero"] == pytest.approx(1e-3 * (16 * 15) ** 0.5, rel=1e-3)
+    assert 0 < sizes["paper"] < 0.01 * sizes["zero"]
+
+
+@pytest.mark.parametrize("lookahead", [0, 6])
+def test_solves_least_squares_on_the_group(lookahead):
+    """min ‖XA - B‖ with B = X*·A is solved when the start has the determinant of X*."""
+    generator = torch.Generator().manual_seed(0)
+    solution = random_orthogonal(12, generator, torch.float64)
+    x = bank(12, 12, seed=1)
+    with torch.no_grad():
+        if torch.linalg.det(x) * torch.linalg.det(solution) < 0:
+            x[:, 0] *= -1
+    a = torch.randn(12, 40, generator=generator, dtype=torch.float64)
+    b = solution @ a
+    optimizer = ManifoldAdam([x], lr=0.1, lookahead=lookahead)
+    first = float((x.detach() @ a - b).norm())
+    for step in range(800):
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.985**step
+        optimizer.zero_grad()
+        (x @ a - b).square().sum().backward()
+        optimizer.step()
+    optimizer.retract()
+    assert float((x.detach() @ a - b).norm()) < 1e-4 * first
+    assert float((x.detach() - solution).abs().max()) < 1e-4
+
+
+# --- Lookahead, slow weights, retraction ------------------------------------------------------
+
+
+@pytest.mark.parametrize("period", [1, 3, 5])
+def test_lookahead_synchronises_after_each_period(period):
+    """X equals Xslow and the buffer is zero after every `period` steps, and only then."""
+    x = bank(2, 6, 6)
+    optimizer = ManifoldAdam([x], lr=0.02, lookahead=period)
+    for step, gradient in enumerate(gradients(x, 11), start=1):
+        run(optimizer, x, gradient[None])
+        state = optimizer.state[x]
+        if step % period == 0:
+            assert torch.equal(x.detach(), state["slow"]) and not state["buffer"].any()
+        else:
+            assert not torch.equal(x.detach(), state["slow"]) and state["buffer"].any()
+            assert torch.equal(state["buffer"].mT, -state["buffer"])
+
+
+def test_lookahead_steps_half_way():
+    """For a constant direction the slow weight goes half the way that the fast ones went."""
+    x = bank(6, 6)
+    start = x.detach().clone()
+    # A gradient X·Ω with Ω = ±1: A = Ω for every X on the path, so Δ = -lr·Ω in every step.
+    direction = torch.sign(skew(gradients(x, 1)[0]))
+    optimizer = ManifoldAdam(
+        [x], lr=0.01, eps=1e-12, lookahead=4, exp_rule="bounded", exp_tolerance=1e-15
+    )
+    for _ in range(4):
+        x.grad = x.detach() @ direction
+        optimizer.step()
+    expected = start @ torch.linalg.matrix_exp(-0.01 * 4 / 2 * direction)
+    torch.testing.assert_close(x.detach(), expected, rtol=0, atol=1e-9)
+
+
+def test_without_lookahead_there_are_no_slow_weights():
+    """lookahead=0 is plain Adam on the group: no buffer, no slow copy, slow_weights shows X."""
+    x, same = bank(2, 6, 6), bank(2, 6, 6)
+    optimizer = ManifoldAdam([x], lr=0.02, lookahead=0)
+    never = ManifoldAdam([same], lr=0.02, lookahead=1000)
+    grads = gradients(x, 9)
+    run(optimizer, x, grads)
+    run(never, same, grads)
+    assert torch.equal(x, same)
+    assert set(optimizer.state[x]) == {"step", "exp_avg", "exp_avg_sq"}
+    kept = x.detach().clone()
+    with optimizer.slow_weights():
+        assert torch.equal(x, kept)
+    assert torch.equal(x, kept)
+
+
+def test_slow_weights_are_shown_and_the_fast_ones_return():
+    """Inside, the parameter is Xslow; outside again everything is as it was, to the last bit."""
+    x, idle = bank(2, 6, 6), bank(6, 6, seed=3)
+    optimizer = ManifoldAdam([x, idle], lr=0.02, lookahead=5)
+    run(optimizer, x, gradients(x, 7))
+    fast, slow = x.detach().clone(), optimizer.state[x]["slow"].clone()
+    assert not torch.equal(fast, slow)
+    with optimizer.slow_weights():
+        assert torch.equal(x, slow)
+    assert torch.equal(x, fast) and torch.equal(optimizer.state[x]["slow"], slow)
+    with pytest.raises(RuntimeError, match="evaluation failed"):
+        with optimizer.slow_weights():
+            raise RuntimeError("evaluation failed")
+    assert torch.equal(x, fast) and torch.equal(optimizer.state[x]["slow"], slow)
+    run(optimizer, x, gradients(x, 1))  # and training goes on
+
+
+def test_no_step_while_the_slow_weights_are_shown():
+    """A step inside slow_weights would train the wrong weights, so it asserts; so does nesting."""
+    x = bank(6, 6)
+    optimizer = ManifoldAdam([x])
+    run(optimizer, x, gradients(x, 1))
+    with optimizer.slow_weights():
+        with pytest.raises(AssertionError, match="inside slow_weights"):
+            optimizer.step()
+        with pytest.raises(AssertionError, match="already open"):
+            with optimizer.slow_weights():
+                pass
+
+
+def test_retract_joins_slow_and_fast():
+    """retract() puts X onto O(d), sets Xslow to it and empties the buffer."""
+    x = bank(2, 6, 6, dtype=torch.float32)
+    optimizer = ManifoldAdam([x], lr=0.05, lookahead=6)
+    run(optimizer, x, gradients(x, 4))
+    with torch.no_grad():
+        x.add_(1e-3 * torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)))
+    before = x.detach().clone()
+    optimizer.retract()
+    state = optimizer.state[x]
+    assert torch.equal(x, state["slow"]) and not state["buffer"].any() and state["exp_avg"].any()
+    assert float(orthogonality_error(x.detach()).max()) < 1e-6
+    assert float((x.detach() - before).abs().max()) < 1e-2
+
+
+def test_retract_every_counts_steps():
+    """With retract_every=4 a perturbed matrix comes back onto O(d) at step 4, not before."""
+    x = bank(6, 6, dtype=torch.float32)
+    optimizer = ManifoldAdam([x], lr=1e-3, lookahead=0, retract_every=4)
+    with torch.no_grad():
+        x.mul_(1.001)
+    errors = []
+    for gradient in gradients(x, 5):
+        run(optimizer, x, gradient[None])
+        errors.append(float(orthogonality_error(x.detach())))
+    assert min(errors[:3]) > 1e-3 and max(errors[3:]) < 1e-6
+
+
+def test_retract_before_the_first_step():
+    """There is no state yet, and none is needed."""
+    x = bank(6, 6)
+    optimizer = ManifoldAdam([x])
+    optimizer.retract()
+    assert not optimizer.state[x]
+
+
+# --- the optimizer as an object ---------------------------------------------------------------
+
+
+def test_state_dict_round_trip_continues_bit_equal():
+    """Saved in the middle of a Lookahead period and loaded elsewhere, the run is the same run."""
+    x = bank(2, 6, 6, dtype=torch.float32)
+    grads = gradients(x, 15)
+    optimizer = ManifoldAdam([x], lr=0.02, lookahead=5, retract_every=7, second_moment_init="paper")
+    run(optimizer, x, grads[:8])
+    saved, weights = copy.deepcopy(optimizer.state_dict()), x.detach().clone()
+    run(optimizer, x, grads[8:])
+
+    other = torch.nn.Parameter(weights)
+    resumed = ManifoldAdam([other], lr=0.5)  # what was saved wins
+    resumed.load_state_dict(saved)
+    run(resumed, other, grads[8:])
+    assert torch.equal(x, other)
+    for key, value in optimizer.state[x].items():
+        assert torch.equal(value, resumed.state[other][key]), key
+        assert value.dtype == resumed.state[other][key].dtype
+
+
+def test_parameters_without_gradient_are_left_alone():
+    """Frozen for a step means: no move, no state, no count; the others move."""
+    x, idle = bank(6, 6), bank(2, 6, 6, seed=2)
+    kept = idle.detach().clone()
+    optimizer = ManifoldAdam([x, idle], lr=0.02)
+    start = x.detach().clone()
+    run(optimizer, x, gradients(x, 3))
+    assert torch.equal(idle, kept) and not optimizer.state[idle]
+    assert not torch.equal(x, start)
+    idle.grad, x.grad = gradients(idle, 1)[0], None
+    moved = x.detach().clone()
+    optimizer.step()
+    assert torch.equal(x, moved) and not torch.equal(idle, kept)
+    assert int(optimizer.state[idle]["step"]) == 1 and int(optimizer.state[x]["step"]) == 3
+    optimizer.zero_grad()
+    optimizer.step()  # no gradient anywhere
+
+
+def test_closure_is_called_with_gradients_enabled():
+    """step(closure) computes the loss, uses its gradients and returns it."""
+    x = bank(6, 6)
+    optimizer = ManifoldAdam([x], lr=0.02)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = x.trace()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2] > x.trace().item()
+
+
+def test_parameter_groups_have_their_own_settings():
+    """Each group moves by its own learning rate, rule and period."""
+    still, one, two = bank(6, 6), bank(6, 6), bank(6, 6)
+    optimizer = ManifoldAdam(
+        [
+            {"params": [still], "lr": 0.0},
+            {"params": [one], "exp_rule": "bounded", "lookahead": 2},
+            {"params": [two], "lookahead": 3},
+        ],
+        lr=0.01,
+    )
+    start = still.detach().clone()
+    for gradient in gradients(still, 2):
+        for parameter in (still, one, two):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    assert torch.equal(still, start)
+    assert torch.equal(one, optimizer.state[one]["slow"])
+    assert torch.equal(optimizer.state[two]["slow"], start) and not torch.equal(two, start)
+
+
+def test_an_empty_bank_is_no_exception():
+    """A rank whose shard holds no matrix makes the same calls as the others."""
+    empty = torch.nn.Parameter(torch.empty(0, 6, 6))
+    x = bank(2, 6, 6, dtype=torch.float32)
+    for rule in ("paper", "bounded"):
+        optimizer = ManifoldAdam([empty, x], exp_rule=rule, lookahead=2)
+        for gradient in gradients(x, 2):
+            empty.grad, x.grad = torch.zeros_like(empty), gradient
+            optimizer.step()
+        optimizer.retract()
+        with optimizer.slow_weights():
+            pass
+        assert int(optimizer.state[empty]["step"]) == 2
+
+
+class CountHostTransfers(TorchDispatchMode):
+    """Counts .item(), float(), bool() and the like on floating-point tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("exp_rule", ["paper", "bounded"])
+def test_one_host_transfer_per_step(exp_rule, monkeypatch):
+    """However many banks there are, the host waits for the device once in a step."""
+    banks = [bank(3, 6, 6), bank(6, 6, seed=1), bank(2, 9, 9, seed=2)]
+    optimizer = ManifoldAdam(banks, lr=1e-3, exp_rule=exp_rule, lookahead=2)
+    calls: list[int] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(
+        torch.Tensor, "tolist", lambda self: calls.append(self.numel()) or tolist(self)
+    )
+    for _ in range(3):
+        calls.clear()
+        for parameter in banks:
+            parameter.grad = torch.randn_like(parameter)
+        with CountHostTransfers() as mode:
+            optimizer.step()
+        assert calls == [3 + 1 + 2]
+        assert mode.count == 0
+
+
+# --- what it refuses --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (torch.zeros(4, 5), r"blocks\.bank has shape \(4, 5\).*square"),
+        (torch.zeros(2, 3, 4), r"blocks\.bank has shape \(2, 3, 4\)"),
+        (torch.zeros(4), r"blocks\.bank has shape \(4,\)"),
+        (torch.eye(4).expand(2, 2, 4, 4), r"blocks\.bank has shape \(2, 2, 4, 4\)"),
+        (1.01 * torch.eye(4), r"blocks\.bank is not orthogonal.*0\.0201"),
+        (torch.stack([torch.eye(4), torch.ones(4, 4)]), r"blocks\.bank is not orthogonal"),
+        (torch.full((4, 4), float("nan")), r"blocks\.bank is not orthogonal.*nan"),
+        (torch.eye(4, dtype=torch.bfloat16), r"blocks\.bank is torch\.bfloat16.*float32"),
+        (torch.eye(4, dtype=torch.float16), r"blocks\.bank is torch\.float16"),
+    ],
+)
+def test_wrong_parameters_are_refused_by_name(value, message):
+    """Shapes, types and matrices off the manifold are refused, naming the parameter."""
+    good = bank(4, 4)
+    with pytest.raises(ValueError, match=message):
+        ManifoldAdam([("good", good), ("blocks.bank", torch.nn.Parameter(value.clone()))])
+
+
+def test_unnamed_parameters_are_refused_by_number():
+    """Without names the message counts."""
+    with pytest.raises(ValueError, match="parameter 1 is not orthogonal"):
+        ManifoldAdam([bank(4, 4), torch.nn.Parameter(torch.zeros(4, 4))])
+
+
+def test_meta_parameters_are_accepted():
+    """Before the weights are materialised there is nothing to look at."""
+    ManifoldAdam([torch.nn.Parameter(torch.empty(2, 4, 4, device="meta"))])
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("lr", -1e-3),
+        ("betas", (1.0, 0.999)),
+        ("betas", (0.9, -0.1)),
+        ("eps", 0.0),
+        ("lookahead", -1),
+        ("retract_every", -5),
+        ("second_moment_init", "one"),
+        ("exp_rule", "exact"),
+        ("exp_tolerance", -1e-7),
+        ("exp_tolerance", 0.0),
+    ],
+)
+def test_wrong_hyperparameters_are_refused(key, value):
+    """The message names the key and its value; a group's own settings are checked as well."""
+    with pytest.raises(ValueError, match=f"{key} = "):
+        ManifoldAdam([bank(4, 4)], **{key: value})
+    with pytest.raises(ValueError, match=f"{key} = "):
+        ManifoldAdam([{"params": [bank(4, 4)], key: value}])

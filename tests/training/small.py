@@ -1,0 +1,57 @@
+"""A run small enough to be repeated many times: two blocks of width 16, three steps an epoch."""
+
+from pathlib import Path
+
+import torch
+
+from lipnext_scale.checkpoint import latest_checkpoint, load_checkpoint
+from lipnext_scale.recipe import Recipe, load_recipe
+
+SETTINGS = [
+    "data.train=builtin:digits/train-*.tar.gz",
+    "data.test=builtin:digits/test-*.tar.gz",
+    "data.batch_size=400",
+    "data.crop_padding=1",
+    "data.flip=true",
+    "model.depth=2",
+    "model.width=16",
+    "model.image_size=8",
+    "model.patch_size=2",
+    "model.in_channels=1",
+    "optim.epochs=4",
+    "optim.warmup_epochs=1",
+    "optim.lookahead=5",
+    "optim.lr=1e-2",
+    "loss.logit_scale=8",
+    "run.eval_every=2",
+    "run.log_every=1",
+    "run.checkpoint_every=4",
+]
+STEPS = 12
+
+
+def small_recipe(directory: Path, *overrides: str) -> Recipe:
+    return load_recipe(None, [*SETTINGS, f"run.dir={directory}", *overrides])
+
+
+def final_state(directory: Path) -> dict:
+    path = latest_checkpoint(directory / "checkpoints")
+    assert path is not None
+    return load_checkpoint(path)
+
+
+def assert_same(one: object, other: object, where: str = "state") -> None:
+    """Bit-equal, all the way down."""
+    assert type(one) is type(other), where
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_same(left, right, f"{where}[{index}]")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    else:
+        assert one == other, where

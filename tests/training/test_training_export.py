@@ -1,0 +1,92 @@
+"""Exports hold the slow weights under names that do not depend on the banks."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small import assert_same, small_recipe
+
+from lipnext_scale.certify import load_model
+from lipnext_scale.export import load_export, main, save_export, stable_parameters
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stopped in the middle of a Lookahead period, where fast and slow weights differ."""
+    directory = tmp_path_factory.mktemp("export") / "run"
+    Trainer(small_recipe(directory, "run.max_steps=8")).run()
+    return directory
+
+
+def test_a_run_and_its_export_are_the_same_model(run: Path, tmp_path: Path) -> None:
+    main(["--run", str(run), "--out", str(tmp_path / "model.safetensors")])
+    from_run, from_export = load_model(run), load_model(tmp_path / "model.safetensors")
+    assert_same(dict(from_run.state_dict()), dict(from_export.state_dict()))
+
+
+def test_the_slow_weights_are_exported(run: Path) -> None:
+    """Not the fast ones that training goes on with."""
+    trainer = Trainer(small_recipe(run, "run.max_steps=8"))
+    exported = load_model(run)
+    assert not torch.equal(trainer.model.groups[0].bank, exported.groups[0].bank)
+    with trainer.optimizers.slow_weights():
+        assert_same(dict(trainer.model.state_dict()), dict(exported.state_dict()))
+
+
+@pytest.mark.parametrize("parametrisation", ["product", "merged"])
+def test_names_and_values_do_not_depend_on_the_bank_size(
+    tmp_path: Path, parametrisation: str
+) -> None:
+    config = LipNeXtConfig(5, 16, 8, 2, 1, 10, parametrisation=parametrisation)
+    files = []
+    for per_bank in (0, 1, 2):
+        model = LipNeXt(dataclasses.replace(config, blocks_per_bank=per_bank), seed=3)
+        save_export(model, tmp_path / f"{per_bank}.safetensors")
+        files.append((tmp_path / f"{per_bank}.safetensors").read_bytes())
+    assert files[0] == files[1] == files[2]
+    second = "M" if parametrisation == "product" else "W"
+    names = {f"blocks.{i}.{part}" for i in range(5) for part in ("R", second, "bias", "pos")}
+    assert set(load_file(tmp_path / "0.safetensors")) == names | {"head.weight", "head.bias"}
+    x = torch.rand(4, 1, 8, 8)
+    assert torch.equal(load_export(tmp_path / "1.safetensors")(x), model(x))
+
+
+def test_stable_names_cover_every_parameter_once() -> None:
+    model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 1, 10, blocks_per_bank=2), seed=0)
+    assert sum(p.numel() for p in stable_parameters(model).values()) == sum(
+        p.numel() for p in model.parameters()
+    )
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "foreign", "missing"])
+def test_a_broken_export_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "model.safetensors"
+    model = LipNeXt(LipNeXtConfig(1, 16, 8, 2, 1, 10), seed=0)
+    save_export(model, path)
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "garbage":
+        path.write_bytes(b"not safetensors")
+    elif damage == "foreign":
+        from safetensors.torch import save_file
+
+        save_file({"w": torch.zeros(2)}, path)
+    else:
+        path.unlink()
+    from lipnext_scale.errors import UserError
+
+    with pytest.raises(UserError, match="model.safetensors"):
+        load_model(path)
+
+
+def test_export_of_something_else_ends_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--run", str(tmp_path), "--out", str(tmp_path / "x.safetensors")])
+    assert stopped.value.code == 2 and str(tmp_path) in capsys.readouterr().err
+    assert not (tmp_path / "x.safetensors").exists()

@@ -1,0 +1,89 @@
+"""A run that is stopped, killed or cut anywhere ends with the same bits as one that is not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small import SETTINGS, STEPS, assert_same, final_state, small_recipe
+
+from lipnext_scale.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    Trainer(small_recipe(directory)).run()
+    return directory
+
+
+@pytest.mark.parametrize("stop", range(1, STEPS))
+def test_stopped_after_any_step_and_resumed(undisturbed: Path, tmp_path: Path, stop: int) -> None:
+    """Weights, moments, buffers, slow weights and the data's place are bit-equal at the end."""
+    Trainer(small_recipe(tmp_path / "run", f"run.max_steps={stop}")).run()
+    assert final_state(tmp_path / "run")["step"] == stop
+    Trainer(small_recipe(tmp_path / "run")).run()
+    assert_same(final_state(tmp_path / "run"), final_state(undisturbed))
+
+
+def test_metrics_of_a_resumed_run_are_those_of_an_undisturbed_one(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """Every step once, with the same values, also where a kill left lines beyond the checkpoint."""
+    run = tmp_path / "run"
+    Trainer(small_recipe(run, "run.max_steps=7")).run()
+    (run / "checkpoints" / "step-000000007.pt").unlink()  # as if killed before this save
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "train/lo')  # as if killed while writing
+    Trainer(small_recipe(run)).run()
+    assert _values(run) == _values(undisturbed)
+
+
+def _values(run: Path) -> list[dict]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "images_per_second")
+    return [{k: v for k, v in record.items() if k not in timed} for record in records]
+
+
+@pytest.mark.slow
+def test_a_killed_process_comes_back_exactly(tmp_path: Path) -> None:
+    """SIGKILL in the middle of the loop; the same command again ends as if nothing had been."""
+    settings = [*SETTINGS, "optim.epochs=200", "run.eval_every=0", "run.checkpoint_every=10"]
+    command = [sys.executable, "-m", "lipnext_scale.train", *settings]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    subprocess.run([*command, f"run.dir={straight}"], check=True, env=environment)
+    process = subprocess.Popen([*command, f"run.dir={killed}"], env=environment)
+    while not list((killed / "checkpoints").glob("step-*.pt")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert final_state(killed)["step"] < 600
+    subprocess.run([*command, f"run.dir={killed}"], check=True, env=environment)
+    assert_same(final_state(killed), final_state(straight))
+
+
+def test_a_finished_run_is_left_alone(
+    undisturbed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = final_state(undisturbed)
+    Trainer(small_recipe(undisturbed)).run()
+    assert "nothing to train" in capsys.readouterr().out
+    assert_same(final_state(undisturbed), before)
+
+
+def test_max_steps_does_not_change_the_schedule(undisturbed: Path, tmp_path: Path) -> None:
+    """The learning rates of a short run are the first ones of the long run."""
+    Trainer(small_recipe(tmp_path / "run", "run.max_steps=5")).run()
+    short = [record for record in _values(tmp_path / "run")]
+    assert short == [record for record in _values(undisturbed) if record["step"] <= 5]
+
+
+def test_only_the_newest_checkpoints_stay(undisturbed: Path) -> None:
+    names = sorted(path.name for path in (undisturbed / "checkpoints").iterdir())
+    assert names == ["step-000000008.pt", "step-000000012.pt"]
