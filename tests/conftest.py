@@ -13,8 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 def pytest_configure(config: pytest.Config) -> None:
     """Two workers on two cores: more threads each would only get in each other's way."""
-    if hasattr(config, "workerinput"):
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ class Certificate:
             ("Lipschitz bound K", f"{self.lipschitz_bound:.9f}"),
             ("samples", f"{self.samples:,}"),
             ("arithmetic", self.arithmetic),
-            ("time", f"{self.seconds:.1f} s"),
+            ("time", f"{self.seconds:.2f} s"),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {value:>12}" for name, value in rows)

@@ -23,10 +23,11 @@ def spectral_norm_bound(matrix: Tensor) -> float:
     """An upper bound of ‖X‖₂ for one matrix near O(d): √(1 + ‖XᵀX - I‖₂), bounded from above."""
     x = matrix.detach().double()
     deviation = x.mT @ x
-    # |fl(XᵀX) - XᵀX| ≤ γ·|X|ᵀ|X| entry by entry, whose Frobenius norm is at most γ·‖X‖_F².
-    slack = _gamma(x.shape[-2]) * _above(torch.linalg.matrix_norm(x).item() ** 2)
     deviation.diagonal().sub_(1)
-    slack += 2 * UNIT_ROUNDOFF * (1 + deviation.diagonal().abs().max().item()) * x.shape[-1]
+    # |fl(XᵀX) - XᵀX| ≤ γ·|X|ᵀ|X| entry by entry, whose Frobenius norm is at most γ·‖X‖_F²; taking
+    # 1 off the diagonal rounds each of its entries once more.
+    slack = _gamma(x.shape[-2]) * _frobenius_above(x) ** 2
+    slack += 2 * UNIT_ROUNDOFF * deviation.diagonal().abs().max().item()
     return _above(math.sqrt(_above(1 + gram_bound(deviation) + slack)))
 
 
@@ -34,38 +35,45 @@ def gram_bound(matrix: Tensor) -> float:
     """An upper bound of ‖E‖₂ by Gram iteration: ‖E‖₂² = ‖EᵀE‖₂, repeated, ending in ‖·‖₂ ≤ ‖·‖_F.
 
     Each iteration halves the logarithm of what the Frobenius norm overestimates. With M_{t+1} the
-    computed Gram matrix over c_t = ‖M_t‖_F², its rounding enters as ‖M_t‖₂² ≤ c_t·(‖M_{t+1}‖₂ + γ).
+    computed Gram matrix of M_t/c_t and c_t = ‖M_t‖_F, rounding enters as
+    ‖M_t‖₂² ≤ c_t²·(‖M_{t+1}‖₂ + γ).
     """
     current = matrix
     scales: list[float] = []
     for _ in range(MAX_ITERATIONS):
         norm = torch.linalg.matrix_norm(current).item()
-        if norm == 0 or _unwind(_above(norm), scales, matrix.shape[-1]) < GOOD_ENOUGH:
+        if norm == 0 or _unwind(current, scales) < GOOD_ENOUGH:
             break
-        scales.append(_above(norm * norm))
-        current = (current / norm).mT @ (current / norm)
-    return _unwind(_above(torch.linalg.matrix_norm(current).item()), scales, matrix.shape[-1])
+        scales.append(norm)
+        scaled = current / norm
+        current = scaled.mT @ scaled
+    return _unwind(current, scales)
 
 
-def _unwind(bound: float, scales: list[float], dimension: int) -> float:
-    """From a bound of ‖M_T‖₂ back to one of ‖M_0‖₂."""
+def _unwind(last: Tensor, scales: list[float]) -> float:
+    """From the last iterate's Frobenius norm back to a bound of ‖M_0‖₂."""
+    bound = _frobenius_above(last)
+    # γ for the product, and two roundings of each entry by the division; 1 % more than ‖M/c‖_F² = 1
+    # needs covers the rounding of the norm c itself.
+    rounding = 1.01 * _gamma(last.shape[-1] + 4)
     for scale in reversed(scales):
-        # Beside the product's γ, the division by the norm rounds every entry once (twice, squared).
-        bound = _above(math.sqrt(_above(scale * (bound + _gamma(dimension + 4)))))
+        bound = _above(scale * math.sqrt(_above(bound + rounding)))
     return bound
 
 
 def _gamma(terms: int) -> float:
-    """γ_n = n·u/(1 - n·u): the relative error of a sum of n products in any order."""
+    """γ_n = n·u/(1 - n·u): the relative error of a sum of n products, added in any order."""
     return terms * UNIT_ROUNDOFF / (1 - terms * UNIT_ROUNDOFF)
 
 
-def _above(value: float) -> float:
-    """Round a computed scalar up by more than its own last operations can have lost.
+def _frobenius_above(matrix: Tensor) -> float:
+    """‖M‖_F, raised by what summing all its squares in any order can have lost."""
+    return torch.linalg.matrix_norm(matrix).item() * (1 + _gamma(matrix.numel() + 8))
 
-    A Frobenius norm of n numbers is summed with a relative error far below 1e-12 for every n here.
-    """
-    return value * (1 + 1e-12)
+
+def _above(value: float) -> float:
+    """Raise a computed scalar by eight units in the last place: more than its operations lost."""
+    return value * (1 + 16 * UNIT_ROUNDOFF)
 
 
 @torch.no_grad()

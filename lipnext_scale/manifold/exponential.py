@@ -82,6 +82,7 @@ def default_tolerance(dtype: torch.dtype) -> float:
 
 def plan_exponentials(sizes: Sequence[float], rule: str, tolerance: float) -> list[ExpPlan]:
     """A plan for each matrix from its size: ‖A‖_F (`paper`), ρ = ‖A²‖_F^½ ≥ ‖A‖₂ (`bounded`)."""
+    assert all(math.isfinite(size) for size in sizes), "exponential of a non-finite matrix"
     if rule == "paper":
         return [_paper_plan(size) for size in sizes]
     if rule == "bounded":
@@ -103,7 +104,6 @@ def _bounded_plan(rho: float, tolerance: float) -> ExpPlan:
     squaring it s times takes an eigenvalue 1+δ of EᵀE to (1+δ)^(2^s): that, less one, must stay
     under the tolerance.
     """
-    assert math.isfinite(rho), "the exponential of a non-finite matrix was asked for"
     if orthogonality_loss_bound(rho, 2) <= tolerance:
         return ExpPlan(2)
     squarings = 0

@@ -11,7 +11,6 @@ algorithm for one matrix, written to be read.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from lipnext_scale import manifold
 from lipnext_scale.manifold.exponential import RULES, default_tolerance, sizes_for
+from lipnext_scale.optim.slow_weights import SlowWeights
 
 # How much of a bank is worked on at once. On the CPU a chunk of all operands should stay in the
 # cache; on a GPU it need only be large enough to fill the device, and bounds the temporary memory.
@@ -71,7 +71,7 @@ class _Move:
     tolerance: float
 
 
-class ManifoldAdam(torch.optim.Optimizer):
+class ManifoldAdam(SlowWeights):
     """Adam on O(d) for parameters [d, d] or banks [n, d, d], with Lookahead and retraction inside.
 
     lookahead: synchronise with the slow weights every so many steps; 0 switches Lookahead off.
@@ -104,7 +104,6 @@ class ManifoldAdam(torch.optim.Optimizer):
             "retract_every": retract_every,
         }
         super().__init__(params, defaults)
-        self._showing_slow_weights = False
         self._workspace = manifold.Workspace()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -117,7 +116,7 @@ class ManifoldAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        assert not self._showing_slow_weights, "step() inside slow_weights()"
+        self.require_fast_weights("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -191,9 +190,14 @@ class ManifoldAdam(torch.optim.Optimizer):
                 state["slow"] = parameter.detach().clone()
         return state
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._workspace = manifold.Workspace()
+
     @torch.no_grad()
     def retract(self) -> None:
         """X ← polar(X); Xslow ← X; B ← 0, for every matrix (the end of an epoch in Algorithm 2)."""
+        self.require_fast_weights("retract()")
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._retract(parameter)
@@ -205,23 +209,6 @@ class ManifoldAdam(torch.optim.Optimizer):
         if "slow" in state:
             state["slow"].copy_(parameter)
             state["buffer"].zero_()
-
-    @contextmanager
-    def slow_weights(self) -> Iterator[None]:
-        """Inside, the parameters hold Xslow, the algorithm's output; the fast ones return after."""
-        assert not self._showing_slow_weights, "slow_weights() is already open"
-        held = [
-            p for g in self.param_groups for p in g["params"] if "slow" in self.state.get(p, {})
-        ]
-        self._showing_slow_weights = True
-        try:
-            for parameter in held:
-                swap_(parameter, self.state[parameter]["slow"])
-            yield
-        finally:
-            for parameter in held:
-                swap_(parameter, self.state[parameter]["slow"])
-            self._showing_slow_weights = False
 
 
 def _apply(move: _Move, sizes: list[float], workspace: manifold.Workspace) -> None:
@@ -249,14 +236,6 @@ def chunks(stack: Tensor) -> Iterator[slice]:
     length = max(1, budget // matrix_bytes)
     for start in range(0, stack.shape[0], length):
         yield slice(start, min(start + length, stack.shape[0]))
-
-
-@torch.no_grad()
-def swap_(one: Tensor, other: Tensor) -> None:
-    """Exchange two tensors' contents in place."""
-    kept = one.clone()
-    one.copy_(other)
-    other.copy_(kept)
 
 
 def _check_hyperparameters(group: dict[str, Any]) -> None:

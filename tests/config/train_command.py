@@ -2,10 +2,13 @@
 
 import contextlib
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 
 from data_prep.shards import png_bytes, write_shard
 from lipnext_scale.train import main
@@ -77,3 +80,40 @@ def contents(directory: Path) -> dict[str, bytes | None]:
         str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
         for path in sorted(directory.rglob("*"))
     }
+
+
+def write(path: Path, *lines: str) -> str:
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def assert_refused(outcome: Outcome, *said: str) -> None:
+    """Exit code 2 and nothing but one line on stderr, which holds all that is to be `said`."""
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.endswith("\n") and outcome.err.count("\n") == 1, outcome.err
+    assert outcome.err.startswith("error: ") and "Traceback" not in outcome.err
+    for words in said:
+        assert words in outcome.err, outcome.err
+
+
+# A function of (directory, working configuration) that breaks something there and returns
+# (the command's arguments, what its message must hold).
+Case = Callable[[Path, str], tuple[list[str], list[str]]]
+
+
+class Cases(dict[str, Case]):
+    """Cases by name, to be parametrised over."""
+
+    def add(self, function: Case) -> Case:
+        self[function.__name__] = function
+        return function
+
+
+def assert_case_refused(case: Case, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The case is refused with its message, and every file is as it was before the command."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp)
+    argv, said = case(tmp, str(prepare(tmp)))
+    before = contents(tmp)
+    assert_refused(run_train(*argv), *said)
+    assert contents(tmp) == before

@@ -251,6 +251,7 @@ def test_gradients_are_finite_at_extreme_logits(name, scale, logit_scale):
     """All logits equal, nearly equal, or thousands apart: losses and gradients stay finite."""
     config = LossConfig(name=name, logit_scale=logit_scale, annealing_power=0.5)
     logits, labels, distances = (t.float() if t.is_floating_point() else t for t in draw(5))
+    labels[0], labels[1] = logits[0].argmax(), logits[1].argmin()  # surely right, surely wrong
     logits = (scale * logits).requires_grad_()
     distances.requires_grad_()
     loss = compute_loss(config, logits, labels, distances, 0.5)

@@ -66,7 +66,7 @@ def test_near_the_group_no_svd_is_taken(monkeypatch):
     "values", [[0.01, 1, 1, 1], [3, 1, 1, 1], [0.01, 0.5, 1.8, 30], [0.3] * 6, [1.3, 0.6, 1.0]]
 )
 def test_far_from_the_group_it_equals_the_svd(values, dtype):
-    """Singular values from which Newton-Schulz would not converge soon, or at all, are no matter."""
+    """Singular values from which Newton-Schulz would not converge, or not soon, do no harm."""
     matrix = with_singular_values(values, 0).to(dtype)
     # The polar factor of a matrix of smallest singular value σ moves by 1/σ times a perturbation.
     assert_is_polar_factor(polar_retract(matrix), matrix, slack=max(1.0, 1 / min(values)))

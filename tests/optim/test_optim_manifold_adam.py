@@ -90,6 +90,27 @@ def test_large_steps_take_the_exact_exponential():
         torch.testing.assert_close(x.detach()[index], fast, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("matrices_at_once", [1, 2, 100])
+def test_every_matrix_gets_the_exponential_of_its_own_size(matrices_at_once, monkeypatch):
+    """Banks whose matrices need order 2, order 4 or many squarings each follow the reference."""
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", matrices_at_once * 8 * 8 * 8)
+    banks = [bank(3, 8, 8), bank(5, 8, 8, seed=1)]
+    # With the paper's v0 the first steps are proportional to the gradient.
+    scales = [torch.tensor([1e-5, 1.0, 30.0]), torch.tensor([30.0, 1e-5, 3.0, 1e-5, 1.0])]
+    grads = [gradients(x, 4) * s.view(-1, 1, 1) for x, s in zip(banks, scales, strict=True)]
+    starts = [x.detach().clone() for x in banks]
+    options = {"lr": 1.0, "lookahead": 3, "second_moment_init": "paper"}
+    optimizer = ManifoldAdam(banks, exp_rule="bounded", exp_tolerance=1e-15, **options)
+    for step in range(4):
+        for x, mine in zip(banks, grads, strict=True):
+            x.grad = mine[step].clone()
+        optimizer.step()
+    for x, start, mine in zip(banks, starts, grads, strict=True):
+        for index, matrix in enumerate(x.detach()):
+            fast, _ = manifold_adam_reference(start[index], mine[:, index], **options)
+            torch.testing.assert_close(matrix, fast, rtol=0, atol=1e-10)
+
+
 def test_chunks_do_not_change_the_result(monkeypatch):
     """A bank worked on one, two or all matrices at a time ends at the same place."""
     ends = []
@@ -240,16 +261,43 @@ def test_slow_weights_are_shown_and_the_fast_ones_return():
 
 
 def test_no_step_while_the_slow_weights_are_shown():
-    """A step inside slow_weights would train the wrong weights, so it asserts; so does nesting."""
+    """Whatever would train, save or retract the wrong weights asserts; so does nesting."""
     x = bank(6, 6)
     optimizer = ManifoldAdam([x])
     run(optimizer, x, gradients(x, 1))
     with optimizer.slow_weights():
+        for forbidden in (optimizer.step, optimizer.retract, optimizer.state_dict):
+            with pytest.raises(AssertionError, match="inside slow_weights"):
+                forbidden()
         with pytest.raises(AssertionError, match="inside slow_weights"):
-            optimizer.step()
-        with pytest.raises(AssertionError, match="already open"):
             with optimizer.slow_weights():
                 pass
+
+
+def test_a_copied_optimizer_goes_on_like_the_original():
+    """copy.deepcopy keeps all that a step needs."""
+    x = bank(2, 6, 6)
+    optimizer = ManifoldAdam([x], lr=0.01)
+    first, second = gradients(x, 2)
+    run(optimizer, x, [first])
+    copied = copy.deepcopy(optimizer)
+    y = copied.param_groups[0]["params"][0]
+    run(optimizer, x, [second])
+    run(copied, y, [second])
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("rule", ["paper", "bounded"])
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(rule):
+    """The invariant is asserted before any matrix moves."""
+    x = bank(2, 6, 6)
+    before = x.detach().clone()
+    optimizer = ManifoldAdam([x], exp_rule=rule)
+    bad = torch.zeros_like(x)
+    bad[1, 2, 3] = float("nan")
+    with pytest.raises(AssertionError, match="non-finite"):
+        run(optimizer, x, [bad])
+    assert torch.equal(x, before)
 
 
 def test_retract_joins_slow_and_fast():

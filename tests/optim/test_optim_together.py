@@ -185,7 +185,7 @@ def test_configuration_reaches_the_optimizers():
         assert manifold[key] == getattr(config, key), key
     assert manifold["lr"] == 0.3 and euclidean["lr"] == 0.2
     assert euclidean["betas"] == (0.5, 0.6) and euclidean["eps"] == 1e-5
-    assert optimizers.euclidean.lookahead == 4
+    assert euclidean["lookahead"] == 4
 
 
 @pytest.mark.parametrize(

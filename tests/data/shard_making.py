@@ -1,0 +1,38 @@
+"""Tars made on the fly, and images in every encoding."""
+
+import gzip
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def tar_bytes(members: list[tuple[str, bytes]]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in members:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> str:
+    """A tar of (name, content) members, compressed if the path ends in .gz."""
+    content = tar_bytes(members)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return str(path)
+
+
+def encode(pixels: np.ndarray, kind: str = "png", mode: str | None = None) -> bytes:
+    """An image file; `mode` is a Pillow mode to convert to first."""
+    image = Image.fromarray(pixels)
+    buffer = io.BytesIO()
+    (image.convert(mode) if mode else image).save(buffer, format="JPEG" if kind != "png" else "PNG")
+    return buffer.getvalue()
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)

@@ -1,0 +1,62 @@
+"""The repository's files: their size, and configuration keys that somebody reads."""
+
+import ast
+import dataclasses
+from typing import get_type_hints
+
+import pytest
+from imports_of import ROOT, modules, python_files
+
+from lipnext_scale.recipe import Recipe
+
+MAX_LINES = 400
+
+
+def test_no_file_is_too_long():
+    """Beyond 400 lines a file is two files."""
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in python_files()
+    }
+    assert {"lipnext_scale/trainer.py", "data_prep/shards.py"} <= lengths.keys()
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def sections() -> dict[str, type]:
+    return {name: kind for name, kind in get_type_hints(Recipe).items()}
+
+
+def names_read() -> set[str]:
+    """Attributes that the package reads anywhere but in the `__post_init__` that checks them."""
+    found = set()
+    for path in modules().values():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        checks = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name == "__post_init__"
+            for inner in ast.walk(node)
+        }
+        found |= {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and id(node) not in checks
+        }
+    return found
+
+
+@pytest.mark.parametrize(
+    "key",
+    [f"{s}.{field.name}" for s, kind in sections().items() for field in dataclasses.fields(kind)],
+)
+def test_every_configuration_key_is_read_somewhere(key):
+    """A key that only its own check looks at would be accepted and ignored."""
+    assert key.split(".")[1] in names_read()
+
+
+def test_every_section_is_a_dataclass_that_checks_itself():
+    """Wrong values are refused where they are defined; frozen, so they stay what was checked."""
+    for name, kind in sections().items():
+        assert dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen, name
+        if name != "parallel":  # choices alone, which the reader checks
+            assert "__post_init__" in vars(kind), name
