@@ -12,6 +12,7 @@ env: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "error: $(PYTHON) is older than 3.10; say make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+	@echo "installing into $(VENV); a minute or two"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
@@ -26,11 +27,11 @@ demo: env
 
 # Everything: style, types, all tests.
 test: env lint
-	$(BIN)/python -m pytest -n 2 -m '' tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m '' tests
 
 # What a contributor runs all day.
 check: env lint
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests
 
 lint: env
 	$(BIN)/ruff format --check .

@@ -7,14 +7,13 @@ file. Pixels 0..16 become 0..255. The split is by a hash of the image's number, 
 1,437 for training and 360 for testing.
 """
 
-import argparse
 import hashlib
 from pathlib import Path
 
 import numpy as np
 
 from data_prep.shards import png_bytes, write_shard
-from lipnext_scale.errors import UserError, command
+from lipnext_scale.errors import ArgumentParser, UserError, command
 
 TEST_SAMPLES = 360
 
@@ -40,7 +39,7 @@ def split(count: int) -> dict[str, list[int]]:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="data_prep.digits", description=__doc__.split("\n")[0])
+    parser = ArgumentParser(prog="data_prep.digits", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory for the shards")
     arguments = parser.parse_args(argv)
     images, labels = load_digits()

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from lipnext_scale.errors import UserError
 
 FORMAT = 1
+PARTS = {"step", "model", "optimizers", "loader", "rng"}
 
 
 def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> Path:
@@ -38,14 +41,33 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Tensors and plain values only: a checkpoint can carry no code."""
+    _require_intact(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path}: is not a readable checkpoint: it holds more than tensors and plain values"
+        ) from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, IndexError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: is not a readable checkpoint: {reason}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UserError(f"{path}: is not a checkpoint of format {FORMAT}")
+    missing = sorted(PARTS - set(state))
+    if missing:
+        raise UserError(f"{path}: is not a whole checkpoint: it has no {missing[0]!r}")
     return state
+
+
+def _require_intact(path: Path) -> None:
+    """torch.load does not look at the archive's checksums: it would load a flipped bit."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise UserError(f"{path}: is not a readable checkpoint: {error}") from None
+    if damaged is not None:
+        raise UserError(f"{path}: is damaged: the checksum of {damaged} is wrong")
 
 
 def _steps(directory: Path) -> list[Path]:

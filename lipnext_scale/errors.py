@@ -1,9 +1,10 @@
 """The user's mistakes, told in one line with exit code 2; all else is a bug and has a traceback."""
 
+import argparse
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from typing import NoReturn, ParamSpec
 
 Arguments = ParamSpec("Arguments")
 
@@ -14,6 +15,13 @@ class UserError(Exception):
 
 class RunFailed(Exception):
     """The run itself went wrong (a non-finite loss, say): told in one line with exit code 1."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser whose complaints are UserErrors, as all mistakes of the user."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; {self.prog} --help tells more")
 
 
 def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:

@@ -6,7 +6,6 @@ Names: blocks.{i}.R, blocks.{i}.M (product) or blocks.{i}.W (merged), blocks.{i}
 blocks.{i}.pos, head.weight, head.bias. The file's metadata has the architecture as JSON, `model`.
 """
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from lipnext_scale import config as configuration
 from lipnext_scale.checkpoint import latest_checkpoint, load_checkpoint
-from lipnext_scale.errors import UserError, command
+from lipnext_scale.errors import ArgumentParser, UserError, command
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import Optimizers
 from lipnext_scale.run_directory import RunDirectory, write_atomically
@@ -101,9 +100,7 @@ def load_run_model(directory: RunDirectory) -> LipNeXt:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="lipnext_scale.export", description=__doc__.split("\n")[0]
-    )
+    parser = ArgumentParser(prog="lipnext_scale.export", description=__doc__.split("\n")[0])
     parser.add_argument("--run", required=True, help="run directory")
     parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
     arguments = parser.parse_args(argv)

@@ -39,12 +39,13 @@ def _lines(path: Path) -> list[str]:
     if not path.exists():
         return []
     complete = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            json.loads(line)
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        complete.append(line)
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            complete.append(line)
     return complete
 
 

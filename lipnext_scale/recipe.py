@@ -29,7 +29,7 @@ class RunConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        if not self.dir.strip():
+        if not self.dir.strip() or "\0" in self.dir:
             raise ConfigError("dir", self.dir, "must name a directory")
         for key in ("seed", "max_steps", "eval_every", "checkpoint_every"):
             if getattr(self, key) < 0:

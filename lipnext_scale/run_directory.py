@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from lipnext_scale import config as configuration
+from lipnext_scale.config import ConfigError
 from lipnext_scale.errors import UserError
 from lipnext_scale.recipe import CHANGEABLE, Recipe, load_recipe
 
@@ -23,9 +24,9 @@ class RunDirectory:
 
     def open_for(self, recipe: Recipe) -> None:
         """Make the directory, or check that it is this run's; write the resolved configuration."""
-        if self.config.exists():
-            self._check_same_run(recipe)
         try:
+            if self.config.exists():
+                self._check_same_run(recipe)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, configuration.dump(recipe).encode())
         except OSError as error:
@@ -34,7 +35,7 @@ class RunDirectory:
             ) from None
 
     def _check_same_run(self, recipe: Recipe) -> None:
-        there = load_recipe(str(self.config))
+        there = self.recipe()
         changed = {
             key: values
             for key, values in configuration.differences(there, recipe).items()
@@ -51,14 +52,21 @@ class RunDirectory:
         """The configuration of the run that is here."""
         if not self.config.is_file():
             raise UserError(f"{self.path}: is not a run directory (it has no {self.config.name})")
-        return load_recipe(str(self.config))
+        try:
+            return load_recipe(str(self.config))
+        except ConfigError as error:
+            raise UserError(f"{self.config}: {error}") from None
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write aside and rename: readers see the old file or the whole new one."""
     aside = path.with_name(path.name + ".partial")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise

@@ -5,18 +5,16 @@
 A run directory that holds a checkpoint is continued from it, exactly.
 """
 
-import argparse
-
 from lipnext_scale import config as configuration
 from lipnext_scale.cpu import keep_freed_memory
-from lipnext_scale.errors import command
+from lipnext_scale.errors import ArgumentParser, command
 from lipnext_scale.recipe import load_recipe
 from lipnext_scale.trainer import Trainer
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="lipnext_scale.train", description="Train a LipNeXt.")
+    parser = ArgumentParser(prog="lipnext_scale.train", description="Train a LipNeXt.")
     parser.add_argument("--config", help="YAML file, such as configs/digits.yaml")
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration and stop"

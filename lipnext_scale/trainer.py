@@ -9,7 +9,7 @@ from lipnext_scale.certify.radius import evaluate_radii
 from lipnext_scale.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data import Batch, Loader, MemoryLoader, Samples, read_samples
-from lipnext_scale.errors import RunFailed
+from lipnext_scale.errors import RunFailed, UserError
 from lipnext_scale.losses import class_distances, compute_loss, training_radius
 from lipnext_scale.metrics import Metrics, Progress
 from lipnext_scale.models import LipNeXt
@@ -30,14 +30,27 @@ class Trainer:
             check_fits_model(recipe, key, samples)
         self.loader: Loader = MemoryLoader(train, recipe.data, recipe.run.seed)
         self.engine = build_engine(recipe.parallel, choose_device(recipe.run.device))
-        with torch.device("meta"):
-            model = LipNeXt(recipe.model)
-        self.model = self.engine.prepare(model, recipe.run.seed)
+        self.model = self._build_model()
         self.optimizers = Optimizers(self.model, recipe.optim)
         self.directory = RunDirectory(recipe.run.dir)
         self.directory.open_for(recipe)
         self.step = 0
         self._resume()
+
+    def _build_model(self) -> LipNeXt:
+        """The model on its device, with its initial weights."""
+        config = self.recipe.model
+        try:
+            with torch.device("meta"):
+                model = LipNeXt(config)
+            return self.engine.prepare(model, self.recipe.run.seed)
+        except RuntimeError as error:
+            # What the allocators say: "can't allocate memory", "out of memory", "overflowed".
+            if not any(word in str(error) for word in ("memory", "overflow")):
+                raise
+            gigabytes = 4 * config.bank_parameters / 1e9
+            right = f"too large to be held here: its matrices alone take {gigabytes:.3g} GB"
+            raise ConfigError("model.width", config.width, right) from None
 
     @property
     def total_steps(self) -> int:
@@ -174,8 +187,12 @@ class Trainer:
         if path is None:
             return
         state = load_checkpoint(path)
-        self.model.load_state_dict(state["model"])
-        self.optimizers.load_state_dict(state["optimizers"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizers.load_state_dict(state["optimizers"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{path}: does not fit this run: {reason}") from None
         self.loader.load_state_dict(state["loader"])
         torch.set_rng_state(state["rng"])
         self.step = state["step"]

@@ -5,7 +5,6 @@
 Writes certificate.json, cra.png and examples.png into the run directory and prints a table.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from lipnext_scale.certify.pictures import draw_curve, draw_examples
 from lipnext_scale.config import as_float
 from lipnext_scale.cpu import keep_freed_memory
 from lipnext_scale.data import read_samples
-from lipnext_scale.errors import UserError, command
+from lipnext_scale.errors import ArgumentParser, UserError, command
 from lipnext_scale.run_directory import RunDirectory
 
 
@@ -29,9 +28,7 @@ def _radius(text: str) -> float:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="lipnext_scale.certify", description=__doc__.split("\n")[0]
-    )
+    parser = ArgumentParser(prog="lipnext_scale.certify", description=__doc__.split("\n")[0])
     parser.add_argument("--run", required=True, help="run directory")
     parser.add_argument("--json", type=Path, help="also write the certificate to this file")
     parser.add_argument(

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lipnext_scale import config as configuration
@@ -18,6 +18,9 @@ from lipnext_scale.losses import LossConfig
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.optim import OptimConfig
 from lipnext_scale.recipe import Recipe, RunConfig, load_recipe
+
+# Time says nothing here: the machine may be busy.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ def test_a_key_given_twice_is_refused(tmp_path, text, key):
         load(Outer, path)
 
 
+@unhurried
 @given(key=st.text(st.characters(codec="ascii"), min_size=1, max_size=8))
 def test_every_unknown_key_is_refused(key):
     """Whatever is not a field is an error that names it, at the top and in a section."""
@@ -165,6 +169,7 @@ def test_every_unknown_key_is_refused(key):
 # --- values -----------------------------------------------------------------------------------
 
 
+@unhurried
 @given(above=st.integers(-999, 999), below=st.integers(1, 999))
 def test_fractions_are_numbers(above, below):
     """36/255 is the float nearest to it, in a file, as an argument, and with spaces."""
@@ -172,6 +177,7 @@ def test_fractions_are_numbers(above, below):
     assert load(Outer, None, [f"inner.rate={above} / {below}"]).inner.rate == above / below
 
 
+@unhurried
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_every_way_to_write_a_float_is_read(number):
     """`1e-3` without a point is text to YAML 1.1, and a number here."""
@@ -250,6 +256,7 @@ recipes = st.builds(
 )
 
 
+@unhurried
 @given(recipes)
 def test_to_dict_and_back(recipe):
     """`from_dict` undoes `to_dict`, which holds plain values only."""
@@ -260,7 +267,7 @@ def test_to_dict_and_back(recipe):
         assert all(type(v) in (int, float, bool, str, list) for v in section.values())
 
 
-@settings(max_examples=60)
+@settings(unhurried, max_examples=60)
 @given(recipes)
 def test_dump_and_load(tmp_path_factory, recipe):
     """The YAML that a run directory keeps loads to the same recipe, floats to the last bit."""
@@ -269,6 +276,7 @@ def test_dump_and_load(tmp_path_factory, recipe):
     assert load_recipe(str(path)) == recipe
 
 
+@unhurried
 @given(recipes, recipes)
 def test_differences_are_what_has_to_change(one, other):
     """Applied to the first recipe, the second values make it the second, and no key is needless."""

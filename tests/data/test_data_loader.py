@@ -66,6 +66,7 @@ def test_images_and_labels_are_those_of_the_ids(size):
         assert torch.equal(batch.labels, samples.labels[batch.ids])
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(0, 2**70), st.integers(0, 10**6))
 def test_the_order_is_a_permutation_from_seed_and_epoch_alone(count, seed, epoch):
     """Asked again, whatever was drawn from the global generators in between, it is the same."""

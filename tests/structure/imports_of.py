@@ -36,7 +36,7 @@ def modules() -> dict[str, Path]:
 def imported_by(source: str, name: str, is_package: bool = False) -> set[str]:
     """Everything that a module's source imports anywhere in it, as absolute dotted names.
 
-    `from a import b` counts as a.b: b may be a module. What is there for a type checker alone counts
+    `from a import b` counts as a.b: b may be a module. What is there for a type checker counts
     too: whoever reads the file depends on it.
     """
     found = set()
