@@ -49,9 +49,7 @@ def resolve_shards(pattern: str, key: str) -> list[str]:
     for part in parts:
         found = sorted(glob(part)) if has_magic(part) else [part]
         if not found or not all(_is_file(path) for path in found):
-            raise ConfigError(
-                key, pattern, f"no shard {part!r}; data_prep/ has the commands to write them"
-            )
+            raise ConfigError(key, pattern, f"no shard {part!r} (a tar of images and .cls labels)")
         paths += found
     return paths
 
