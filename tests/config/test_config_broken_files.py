@@ -135,7 +135,7 @@ def shard_missing(tmp: Path, config: str):
     return ["--config", config, *arguments], [
         "data.train = ",
         f"{tmp}/train-002.tar.gz",
-        "data_prep",
+        "a tar of images",
     ]
 
 
