@@ -24,6 +24,7 @@ class Trainer:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        torch.manual_seed(recipe.run.seed)  # nothing draws from it yet, and nothing may differ
         train = read_samples(recipe.data.train, "data.train", recipe.data.memory_limit_gb)
         self.test = read_samples(recipe.data.test, "data.test", recipe.data.memory_limit_gb)
         for key, samples in (("data.train", train), ("data.test", self.test)):
