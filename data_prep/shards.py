@@ -2,13 +2,14 @@
 
 import gzip
 import io
-import os
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+from lipnext_scale.files import atomic_file
 
 
 def png_bytes(image: np.ndarray) -> bytes:
@@ -21,20 +22,13 @@ def png_bytes(image: np.ndarray) -> bytes:
 def write_shard(path: Path, samples: Iterable[tuple[str, bytes, int]]) -> None:
     """Write (key, PNG, label) samples as one tar.gz, aside first and then renamed into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".partial")
-    try:
-        with aside.open("wb") as file:
-            # Neither the name nor the time goes into the gzip header.
-            with gzip.GzipFile("", "wb", compresslevel=9, fileobj=file, mtime=0) as packed:
-                with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-                    for key, png, label in samples:
-                        _add(tar, f"{key}.cls", str(label).encode())
-                        _add(tar, f"{key}.png", png)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with atomic_file(path) as file:
+        # Neither the name nor the time goes into the gzip header.
+        with gzip.GzipFile("", "wb", compresslevel=9, fileobj=file, mtime=0) as packed:
+            with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+                for key, png, label in samples:
+                    _add(tar, f"{key}.cls", str(label).encode())
+                    _add(tar, f"{key}.png", png)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

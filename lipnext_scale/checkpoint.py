@@ -1,34 +1,34 @@
 """Checkpoints of a run: one file per step, written aside, then named."""
 
-import os
 import pickle
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lipnext_scale.errors import UserError
+from lipnext_scale.files import PARTIAL, atomic_file
 
 FORMAT = 1
 PARTS = {"step", "model", "optimizers", "loader", "rng"}
 
 
+class Restorable(Protocol):
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
 def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     """Write `state` as the checkpoint of `step`; in all the newest `keep` stay."""
     path = directory / f"step-{step:09d}.pt"
-    aside = path.with_name(path.name + ".partial")
     try:
-        with aside.open("wb") as file:
+        with atomic_file(path) as file:
             torch.save({"format": FORMAT, "step": step, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise UserError(f"{path}: the checkpoint cannot be written: {error.strerror}") from None
-    for old in _steps(directory)[:-keep]:
+    cut_off = directory.glob(f"step-*{PARTIAL}")  # by a kill, earlier
+    for old in [*_steps(directory)[:-keep], *cut_off]:
         old.unlink()
     return path
 
@@ -59,6 +59,15 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
+def restore(path: Path, target: Restorable, state: dict[str, Any]) -> None:
+    """Load a part of the checkpoint at `path` into what it belongs to."""
+    try:
+        target.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: does not fit this run's configuration: {reason}") from None
+
+
 def _require_intact(path: Path) -> None:
     """torch.load does not look at the archive's checksums: it would load a flipped bit."""
     try:
@@ -71,4 +80,4 @@ def _require_intact(path: Path) -> None:
 
 
 def _steps(directory: Path) -> list[Path]:
-    return sorted(directory.glob("step-*.pt"))
+    return sorted(directory.glob("step-[0-9]*.pt"))

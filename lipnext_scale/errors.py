@@ -1,6 +1,7 @@
 """The user's mistakes, told in one line with exit code 2; all else is a bug and has a traceback."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -36,6 +37,9 @@ def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
             sys.exit(2)
         except RunFailed as error:
             print(f"failed: {error}", file=sys.stderr)
+            sys.exit(1)
+        except BrokenPipeError:  # the reader of our output has gone; say nothing more to it
+            sys.stdout = open(os.devnull, "w")
             sys.exit(1)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

@@ -8,16 +8,19 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from lipnext_scale.files import write_atomically
+
 
 class Metrics:
     """Scalars by step to metrics.jsonl and TensorBoard. Flushed by the line: a kill loses none.
 
-    A run that continues from step s first drops what an earlier process wrote beyond s.
+    A run that continues from step s first drops what an earlier process wrote beyond s. `seconds`
+    counts from the start of the process.
     """
 
     def __init__(self, jsonl: Path, tensorboard: Path, start_step: int) -> None:
         kept = [line for line in _lines(jsonl) if json.loads(line)["step"] <= start_step]
-        jsonl.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        write_atomically(jsonl, "".join(line + "\n" for line in kept).encode())
         self._file = jsonl.open("a", encoding="utf-8")
         self._writer = SummaryWriter(str(tensorboard), purge_step=start_step + 1)
         self._started = time.time()
@@ -64,7 +67,8 @@ class Progress:
             disable=not self._terminal,
             dynamic_ncols=True,
         )
-        self._total, self._done, self._unit, self._title = total, done, unit, title
+        self._total, self._unit, self._title = total, unit, title
+        self._done = self._begun = done
         self._log_seconds, self._start, self._logged = log_seconds, time.time(), time.time()
 
     def advance(self, by: int = 1) -> None:
@@ -73,7 +77,7 @@ class Progress:
         now = time.time()
         if not self._terminal and self._log_seconds and now - self._logged >= self._log_seconds:
             self._logged = now
-            rate = self._done / (now - self._start)
+            rate = (self._done - self._begun) / (now - self._start)
             print(
                 f"{self._title}: {self._done}/{self._total} {self._unit}s, {rate:.0f}/s, "
                 f"{(self._total - self._done) / rate:.0f} s to go",

@@ -34,12 +34,15 @@ class RunConfig:
         for key in ("seed", "max_steps", "eval_every", "checkpoint_every"):
             if getattr(self, key) < 0:
                 raise ConfigError(key, getattr(self, key), "must be at least 0")
+        if self.seed >= 2**63:
+            raise ConfigError("seed", self.seed, "must be below 2⁶³")
         for key in ("log_every", "keep_checkpoints"):
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "must be at least 1")
 
 
-# What may differ between a run and its continuation without changing its result.
+# What may differ between a run and its continuation: it changes the result not at all, or (device)
+# by rounding alone.
 CHANGEABLE = {
     "run.dir",
     "run.max_steps",

@@ -1,11 +1,11 @@
 """The layout of a run directory; the one place that knows its file names."""
 
-import os
 from pathlib import Path
 
 from lipnext_scale import config as configuration
 from lipnext_scale.config import ConfigError
 from lipnext_scale.errors import UserError
+from lipnext_scale.files import write_atomically
 from lipnext_scale.recipe import CHANGEABLE, Recipe, load_recipe
 
 
@@ -56,17 +56,3 @@ class RunDirectory:
             return load_recipe(str(self.config))
         except ConfigError as error:
             raise UserError(f"{self.config}: {error}") from None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write aside and rename: readers see the old file or the whole new one."""
-    aside = path.with_name(path.name + ".partial")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from lipnext_scale.certify.radius import evaluate_radii
-from lipnext_scale.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from lipnext_scale.checkpoint import latest_checkpoint, load_checkpoint, restore, save_checkpoint
 from lipnext_scale.config import ConfigError
-from lipnext_scale.data import Batch, Loader, MemoryLoader, Samples, read_samples
+from lipnext_scale.data import Batch, Loader, MemoryLoader, read_samples
 from lipnext_scale.errors import RunFailed, UserError
 from lipnext_scale.losses import class_distances, compute_loss, training_radius
 from lipnext_scale.metrics import Metrics, Progress
@@ -28,7 +28,8 @@ class Trainer:
         train = read_samples(recipe.data.train, "data.train", recipe.data.memory_limit_gb)
         self.test = read_samples(recipe.data.test, "data.test", recipe.data.memory_limit_gb)
         for key, samples in (("data.train", train), ("data.test", self.test)):
-            check_fits_model(recipe, key, samples)
+            model = recipe.model
+            samples.require_fits(key, model.image_size, model.in_channels, model.num_classes)
         self.loader: Loader = MemoryLoader(train, recipe.data, recipe.run.seed)
         self.engine = build_engine(recipe.parallel, choose_device(recipe.run.device))
         self.model = self._build_model()
@@ -50,7 +51,9 @@ class Trainer:
             if not any(word in str(error) for word in ("memory", "overflow")):
                 raise
             gigabytes = 4 * config.bank_parameters / 1e9
-            right = f"too large to be held here: its matrices alone take {gigabytes:.3g} GB"
+            right = (
+                f"with depth {config.depth} the matrices alone take {gigabytes:.3g} GB: too much"
+            )
             raise ConfigError("model.width", config.width, right) from None
 
     @property
@@ -68,10 +71,16 @@ class Trainer:
         if self.step >= self.last_step:
             print(f"{run.dir}: already at step {self.step} of {self.last_step}; nothing to train")
             return
-        metrics = Metrics(self.directory.metrics, self.directory.tensorboard, self.step)
+        try:
+            metrics = Metrics(self.directory.metrics, self.directory.tensorboard, self.step)
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
         progress = Progress(self.last_step, self.step, title="train")
         try:
             self._loop(metrics, progress)
+        except OSError as error:
+            where = error.filename or run.dir
+            raise RunFailed(f"step {self.step}: {where}: {error.strerror}") from None
         finally:
             progress.close()
             metrics.close()
@@ -83,12 +92,14 @@ class Trainer:
             values = self.train_step(batch)
             progress.advance()
             done = self.step == self.last_step
-            if self.step % run.log_every == 0 or done:
+            due = self.step % run.log_every == 0 or self.step == self.total_steps
+            if due or done:
                 rate = (self.step - timed_from) / (time.perf_counter() - clock)
                 clock, timed_from = time.perf_counter(), self.step
                 told = {name: float(value) for name, value in values.items()}
                 told["images_per_second"] = rate * len(batch.labels)
-                metrics.write(self.step, told)
+                if due:  # a stop in between leaves no trace in the metrics
+                    metrics.write(self.step, told)
                 progress.say(self._line(batch, told))
             if batch.last_of_epoch and self._evaluation_is_due(batch.epoch):
                 scores = self.evaluate()
@@ -114,9 +125,10 @@ class Trainer:
         distances = class_distances(self.model.head.normalized_weight())
         loss = compute_loss(self.recipe.loss, logits, labels, distances, epsilon)
         self.engine.backward(loss)
-        norm = self.engine.clip_gradients(self.model, optim.clip_norm)
+        norm = self.engine.gradient_norm(self.model)
         self._require_finite(loss, norm)
-        self.optimizers.step()
+        self.engine.clip_gradients(self.model, optim.clip_norm, norm)
+        self._update()
         self.step += 1
         if batch.last_of_epoch:
             self.optimizers.retract()
@@ -128,6 +140,14 @@ class Trainer:
             "train/lr": lr,
             "train/epsilon": epsilon,
         }
+
+    def _update(self) -> None:
+        try:
+            self.optimizers.step()
+        except FloatingPointError as error:
+            raise RunFailed(
+                f"step {self.step + 1}: {error}; the matrices were not moved; lower optim.lr"
+            ) from None
 
     def _require_finite(self, loss: Tensor, norm: Tensor) -> None:
         """Stop before the update, naming the step and the first tensor that is not finite."""
@@ -188,12 +208,8 @@ class Trainer:
         if path is None:
             return
         state = load_checkpoint(path)
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizers.load_state_dict(state["optimizers"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{path}: does not fit this run: {reason}") from None
+        restore(path, self.model, state["model"])
+        restore(path, self.optimizers, state["optimizers"])
         self.loader.load_state_dict(state["loader"])
         torch.set_rng_state(state["rng"])
         self.step = state["step"]
@@ -211,20 +227,3 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device", name, "no GPU is visible here; use cpu or auto")
     return torch.device(name)
-
-
-def check_fits_model(recipe: Recipe, key: str, samples: Samples) -> None:
-    """The images and labels of a set must be what the model takes."""
-    channels, height, width = samples.images.shape[1:]
-    what = f"the images of {key} are {channels}×{height}×{width}"
-    if height != width or height != recipe.model.image_size:
-        raise ConfigError("model.image_size", recipe.model.image_size, what)
-    if channels != recipe.model.in_channels:
-        raise ConfigError("model.in_channels", recipe.model.in_channels, what)
-    lowest, highest = int(samples.labels.min()), int(samples.labels.max())
-    if lowest < 0 or highest >= recipe.model.num_classes:
-        raise ConfigError(
-            "model.num_classes",
-            recipe.model.num_classes,
-            f"{key} has labels from {lowest} to {highest}",
-        )

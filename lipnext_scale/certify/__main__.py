@@ -5,6 +5,8 @@
 Writes certificate.json, cra.png and examples.png into the run directory and prints a table.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,15 +49,21 @@ def main(argv: list[str] | None = None) -> None:
     data = directory.recipe().data
     model = load_model(arguments.run).to(getattr(torch, arguments.dtype))
     samples = read_samples(data.test, "data.test", data.memory_limit_gb)
+    takes = model.config
+    samples.require_fits("data.test", takes.image_size, takes.in_channels, takes.num_classes)
     result = certify(model, samples, epsilons)
-    try:
-        draw_curve(result, samples, directory.curve_picture)
-        draw_examples(result, samples, directory.examples_picture)
-        for path in (directory.certificate, arguments.json):
-            if path is not None:
-                result.certificate.write(path)
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
+    outputs: dict[Path, Callable[[Path], None]] = {
+        directory.curve_picture: partial(draw_curve, result, samples),
+        directory.examples_picture: partial(draw_examples, result, samples),
+        directory.certificate: result.certificate.write,
+    }
+    if arguments.json is not None:
+        outputs[arguments.json] = result.certificate.write
+    for path, write in outputs.items():
+        try:
+            write(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be written: {error}") from None
     print(f"{directory.path}: {directory.certificate.name}")
     print(result.certificate.table())
     print(f"pictures: {directory.curve_picture}, {directory.examples_picture}")

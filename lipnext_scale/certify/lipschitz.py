@@ -83,9 +83,14 @@ def lipschitz_bound(model: LipNeXt) -> float:
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(f"{name}: holds values that are not finite; nothing can be certified")
-    for group in model.block_groups():
-        # W as the forward pass computes it, so that the rounding of M·Rᵀ is inside the bound.
-        for stack in group.layers():
-            for matrix in stack:
-                bound = _above(bound * spectral_norm_bound(matrix))
+    with torch.autocast(model.head.weight.device.type, enabled=False):
+        for group in model.block_groups():
+            # W as the forward pass computes it, so that the rounding of M·Rᵀ is inside the bound.
+            for stack in group.layers():
+                for matrix in stack:
+                    bound = _above(bound * spectral_norm_bound(matrix))
+    if not math.isfinite(bound):
+        raise UserError(
+            "the weights are so large that their norm overflows; nothing can be certified"
+        )
     return bound

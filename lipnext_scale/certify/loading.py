@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from lipnext_scale.errors import UserError
-from lipnext_scale.export import load_export, load_run_model
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.run_directory import RunDirectory
+from lipnext_scale.weights import load_export, load_run_model
 
 
 def load_model(run_or_export: str | Path) -> LipNeXt:

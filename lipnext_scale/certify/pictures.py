@@ -8,9 +8,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 from lipnext_scale.certify.certificate import Certified
 from lipnext_scale.data import Samples
+from lipnext_scale.files import atomic_file
 
 
 def draw_curve(result: Certified, samples: Samples, path: Path) -> None:
@@ -38,7 +40,12 @@ def draw_curve(result: Certified, samples: Samples, path: Path) -> None:
         f"K ≤ {result.certificate.lipschitz_bound:.6f}",
     )
     axes.grid(alpha=0.3)
-    figure.savefig(path)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png")
     plt.close(figure)
 
 
@@ -76,5 +83,4 @@ def draw_examples(result: Certified, samples: Samples, path: Path, columns: int 
             va="center",
         )
     figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    _save(figure, path)

@@ -21,6 +21,15 @@ def certified_radii(
     return _radii(model, images, bound, head_distances(model))
 
 
+def require_certifiable(model: LipNeXt) -> None:
+    """A bfloat16 forward pass is another function than the one that K speaks of (SPEC §5)."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if not dtypes <= {torch.float32, torch.float64}:
+        raise ValueError(f"a certificate needs float32 or float64 weights, not {dtypes}")
+    if model.head.weight.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        raise ValueError("a certificate needs full float32 products: TF32 is switched on")
+
+
 @torch.no_grad()
 def head_distances(model: LipNeXt) -> Tensor:
     """‖w_i - w_j‖ of the normalised head rows as the forward pass has them, in float64."""
@@ -35,7 +44,9 @@ def _radii(
 
     So two classes with the same row, whose exact logits tie, cannot be told apart by rounding.
     """
-    features = model.features(images).double()
+    require_certifiable(model)
+    with torch.autocast(images.device.type, enabled=False):
+        features = model.features(images).double()
     weight, bias = model.head.normalized_weight().double(), model.head.bias.double()
     logits = F.linear(features, weight, bias)
     top = logits.argmax(1, keepdim=True)

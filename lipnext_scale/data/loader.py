@@ -50,6 +50,7 @@ class MemoryLoader:
             )
         self._samples, self._config, self._seed = samples, config, seed
         self._epoch, self._step = 0, 0
+        self._fingerprint = samples.fingerprint()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -76,9 +77,15 @@ class MemoryLoader:
         return Batch(images, self._samples.labels[chosen], ids, epoch, last)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "step": self._step}
+        return {"epoch": self._epoch, "step": self._step, "samples": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["samples"] != self._fingerprint:
+            raise ConfigError(
+                "data.train",
+                self._config.train,
+                "these are not the samples that the run was trained on so far",
+            )
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
 
 

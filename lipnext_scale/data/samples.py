@@ -1,5 +1,6 @@
 """Reading WebDataset shards of (image, class) samples: images and integers, nothing else."""
 
+import hashlib
 import io
 import tarfile
 from collections.abc import Iterator
@@ -34,6 +35,28 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def fingerprint(self) -> str:
+        """A hash of everything in the set, in its order."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update("\0".join(self.keys).encode())
+        digest.update(self.labels.numpy().tobytes())
+        digest.update(self.images.numpy().data)
+        return digest.hexdigest()
+
+    def require_fits(self, key: str, image_size: int, in_channels: int, num_classes: int) -> None:
+        """The images and labels must be what the model takes; `key` names this set in messages."""
+        channels, height, width = self.images.shape[1:]
+        what = f"the images of {key} are {channels}×{height}×{width}"
+        if height != width or height != image_size:
+            raise ConfigError("model.image_size", image_size, what)
+        if channels != in_channels:
+            raise ConfigError("model.in_channels", in_channels, what)
+        lowest, highest = int(self.labels.min()), int(self.labels.max())
+        if lowest < 0 or highest >= num_classes:
+            raise ConfigError(
+                "model.num_classes", num_classes, f"{key} has labels from {lowest} to {highest}"
+            )
 
 
 def resolve_shards(pattern: str, key: str) -> list[str]:

@@ -82,7 +82,8 @@ def default_tolerance(dtype: torch.dtype) -> float:
 
 def plan_exponentials(sizes: Sequence[float], rule: str, tolerance: float) -> list[ExpPlan]:
     """A plan for each matrix from its size: ‖A‖_F (`paper`), ρ = ‖A²‖_F^½ ≥ ‖A‖₂ (`bounded`)."""
-    assert all(math.isfinite(size) for size in sizes), "exponential of a non-finite matrix"
+    if not all(math.isfinite(size) for size in sizes):
+        raise FloatingPointError("the update of a matrix is not finite")
     if rule == "paper":
         return [_paper_plan(size) for size in sizes]
     if rule == "bounded":

@@ -34,10 +34,10 @@ class LipNeXtConfig:
 
     def __post_init__(self) -> None:
         for key in ("depth", "width", "image_size", "patch_size", "in_channels"):
-            if getattr(self, key) < 1:
-                raise ConfigError(key, getattr(self, key), "must be at least 1")
-        if self.num_classes < 2:
-            raise ConfigError("num_classes", self.num_classes, "must be at least 2")
+            if not 1 <= getattr(self, key) < 2**31:
+                raise ConfigError(key, getattr(self, key), "must be at least 1 and below 2³¹")
+        if not 2 <= self.num_classes < 2**31:
+            raise ConfigError("num_classes", self.num_classes, "must be at least 2 and below 2³¹")
         if self.image_size % self.patch_size:
             raise ConfigError(
                 "patch_size", self.patch_size, f"must divide image_size = {self.image_size}"

@@ -12,12 +12,14 @@ algorithm for one matrix, written to be read.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lipnext_scale import manifold
+from lipnext_scale.manifold import ExpPlan
 from lipnext_scale.manifold.exponential import RULES, default_tolerance, sizes_for
 from lipnext_scale.optim.slow_weights import SlowWeights
 
@@ -128,10 +130,9 @@ class ManifoldAdam(SlowWeights):
             if parameter.grad is not None
         ]
         if moves:
-            sizes = torch.cat([move.sizes for move in moves]).tolist()  # the one transfer
-            for move in moves:
-                _apply(move, sizes[: move.point.shape[0]], self._workspace)
-                del sizes[: move.point.shape[0]]
+            sizes = torch.cat([move.sizes for move in moves])
+            for move, plans in zip(moves, _plans(moves, sizes.tolist()), strict=True):
+                _apply(move, plans, self._workspace)
         for group in self.param_groups:
             for parameter in group["params"]:
                 every = group["retract_every"]
@@ -211,9 +212,19 @@ class ManifoldAdam(SlowWeights):
             state["buffer"].zero_()
 
 
-def _apply(move: _Move, sizes: list[float], workspace: manifold.Workspace) -> None:
-    """Phase 3: multiply by the exponentials; on a Lookahead step move the slow ones and follow."""
-    plans = manifold.plan_exponentials(sizes, move.rule, move.tolerance)
+def _plans(moves: list[_Move], sizes: list[float]) -> list[list[ExpPlan]]:
+    """Phase 2: the plans of every bank, made before any matrix moves."""
+    ends = accumulate(move.point.shape[0] for move in moves)
+    return [
+        manifold.plan_exponentials(
+            sizes[end - move.point.shape[0] : end], move.rule, move.tolerance
+        )
+        for move, end in zip(moves, ends, strict=True)
+    ]
+
+
+def _apply(move: _Move, plans: list[ExpPlan], workspace: manifold.Workspace) -> None:
+    """Phase 3: multiply by the exponentials; on a Lookahead step move the slow and follow."""
     start = as_stack(move.state["slow"]) if move.synchronise else move.point
     for part in chunks(move.point):
         square = None if move.square is None else move.square[part]

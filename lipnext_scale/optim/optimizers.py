@@ -33,7 +33,9 @@ class OptimConfig:
     final_lr_ratio: float = 1e-5
 
     def __post_init__(self) -> None:
-        for key in ("lr", "euclidean_lr", "eps", "clip_norm"):
+        if not self.eps >= 1e-30:
+            raise ConfigError("eps", self.eps, "must be at least 1e-30, or float32 loses it")
+        for key in ("lr", "euclidean_lr", "clip_norm"):
             if getattr(self, key) <= 0:
                 raise ConfigError(key, getattr(self, key), "must be positive")
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -25,6 +25,10 @@ class Engine(Protocol):
 
     def backward(self, loss: Tensor) -> None: ...
 
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Scale all gradients to a global norm of at most `max_norm`; returns the norm before."""
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        """The global norm of all gradients."""
+        ...
+
+    def clip_gradients(self, model: nn.Module, max_norm: float, norm: Tensor) -> None:
+        """Scale all gradients, whose global norm is `norm`, to one of at most `max_norm`."""
         ...

@@ -21,5 +21,9 @@ class SingleEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def clip_gradients(self, model: nn.Module, max_norm: float, norm: Tensor) -> None:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)

@@ -1,6 +1,7 @@
 """K is an upper bound of the true norm, close to it, and made of the weights as stored."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -79,6 +80,60 @@ def test_the_network_bound_is_the_product_over_its_layers(parametrisation: str) 
         model.groups[1].bank[1] *= 1.05  # M or W of the last block
     assert math.isclose(lipschitz_bound(model), 1.05, rel_tol=1e-3)
     assert lipschitz_bound(model) >= 1.05
+
+
+@pytest.mark.parametrize("parametrisation", ["product", "merged"])
+def test_stretched_matrices_of_different_blocks_multiply(parametrisation: str) -> None:
+    """1.1 in the first block and 1.2 in the last: K is their product, not the larger."""
+    config = LipNeXtConfig(3, 16, 8, 2, 1, 10, parametrisation=parametrisation)
+    model = LipNeXt(config, seed=0)
+    with torch.no_grad():
+        model.groups[0].bank[1] *= 1.1
+        model.groups[0].bank[5] *= 1.2
+    assert 1.1 * 1.2 * (1 - 1e-6) <= lipschitz_bound(model) <= 1.1 * 1.2 * 1.005
+
+
+def test_a_rotation_off_the_manifold_counts_twice_in_the_product_form() -> None:
+    """W = M·Rᵀ is stretched as R is, so a factor 1.1 in R is 1.21 in K."""
+    model = LipNeXt(LipNeXtConfig(2, 16, 8, 2, 1, 10, parametrisation="product"), seed=0)
+    with torch.no_grad():
+        model.groups[0].bank[0] *= 1.1
+    assert 1.21 * (1 - 1e-6) <= lipschitz_bound(model) <= 1.21 * 1.005
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dimension=st.integers(1, 5), seed=st.integers(0, 2**31), noise=st.sampled_from([0.0, 1e-8, 0.1])
+)
+def test_the_bound_holds_in_exact_arithmetic(dimension: int, seed: int, noise: float) -> None:
+    """bound²·I - XᵀX is positive semidefinite, shown with fractions: no rounding, no tolerance."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = random_orthogonal(dimension, generator)
+    matrix = matrix + noise * torch.randn(dimension, dimension, generator=generator)
+    exact = [[Fraction(value) for value in row] for row in matrix.tolist()]
+    square = Fraction(spectral_norm_bound(matrix)) ** 2
+    gap = [
+        [
+            (square if i == j else 0) - sum(row[i] * row[j] for row in exact)
+            for j in range(dimension)
+        ]
+        for i in range(dimension)
+    ]
+    # Positive definite: every pivot of the elimination is positive.
+    for pivot in range(dimension):
+        assert gap[pivot][pivot] > 0
+        for row in range(pivot + 1, dimension):
+            factor = gap[row][pivot] / gap[pivot][pivot]
+            for column in range(pivot, dimension):
+                gap[row][column] -= factor * gap[pivot][column]
+
+
+def test_a_norm_that_overflows_is_refused() -> None:
+    model = LipNeXt(LipNeXtConfig(2, 16, 8, 2, 1, 10, parametrisation="merged"), seed=0).double()
+    with torch.no_grad():
+        model.groups[0].bank *= 1e155
+    with pytest.raises(UserError, match="overflows"):
+        lipschitz_bound(model)
 
 
 def test_weights_that_are_not_finite_are_refused_by_name() -> None:

@@ -1,5 +1,6 @@
 """Certified radii: the formula, its edge cases, and the figures made of it."""
 
+import pytest
 import torch
 
 from lipnext_scale.certify import certified_radii, certified_share, evaluate_radii
@@ -72,3 +73,14 @@ def test_certified_accuracy_counts_what_is_right_and_far_enough() -> None:
     radii = torch.tensor([0.5, 0.2, 0.1, 9.0], dtype=torch.float64)
     shares = [certified_share(predictions, radii, labels, e) for e in (0.0, 0.1, 0.2, 0.3, 0.6)]
     assert shares == [0.75, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_bfloat16_is_not_certified() -> None:
+    """Weights in bfloat16 are refused; autocast around the call changes nothing."""
+    model, images = LipNeXt(LipNeXtConfig(2, 16, 8, 2, 1, 5), seed=0), torch.rand(4, 1, 8, 8)
+    labels, radii = certified_radii(model, images)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast = certified_radii(model, images)
+    assert torch.equal(under_autocast[0], labels) and torch.equal(under_autocast[1], radii)
+    with pytest.raises(ValueError, match="bfloat16"):
+        certified_radii(model.bfloat16(), images.bfloat16(), lipschitz=1.0)

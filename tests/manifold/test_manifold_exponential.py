@@ -114,11 +114,12 @@ def test_bounded_rule_takes_the_cheapest_plan_under_the_tolerance():
     assert loss_with(scaled.squarings) <= tolerance < loss_with(scaled.squarings - 1)
 
 
-def test_bounded_rule_refuses_non_finite_sizes():
-    """A non-finite update is a bug further up and must not loop or pass silently."""
+@pytest.mark.parametrize("rule", ["paper", "bounded"])
+def test_sizes_that_are_not_finite_are_refused(rule):
+    """An update that overflowed must not loop or pass silently."""
     for size in (math.nan, math.inf):
-        with pytest.raises(AssertionError, match="non-finite"):
-            plan_exponentials([size], "bounded", 1e-7)
+        with pytest.raises(FloatingPointError, match="not finite"):
+            plan_exponentials([0.1, size], rule, 1e-7)
 
 
 def test_unknown_rule_and_order_are_refused():

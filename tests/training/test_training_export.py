@@ -1,17 +1,24 @@
 """Exports hold the slow weights under names that do not depend on the banks."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from small import assert_same, small_recipe
 
+from data_prep.shards import png_bytes, write_shard
 from lipnext_scale.certify import load_model
-from lipnext_scale.export import load_export, main, save_export, stable_parameters
+from lipnext_scale.certify.__main__ import main as certify_main
+from lipnext_scale.config import merge
+from lipnext_scale.export import main
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.trainer import Trainer
+from lipnext_scale.weights import load_export, save_export, stable_parameters
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +97,43 @@ def test_export_of_something_else_ends_with_exit_code_2(
         main(["--run", str(tmp_path), "--out", str(tmp_path / "x.safetensors")])
     assert stopped.value.code == 2 and str(tmp_path) in capsys.readouterr().err
     assert not (tmp_path / "x.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "said"),
+    [
+        ("export", "model: {width: 32}", "step-000000008.pt: does not fit"),
+        ("export", "model: {width: 2}", "config.yaml: model.width = 2"),
+        ("certify", "model: {width: 32}", "step-000000008.pt: does not fit"),
+        ("certify", "model: {width: 2}", "config.yaml: model.width = 2"),
+        ("certify", "data: {test: nowhere.tar}", "data.test = 'nowhere.tar'"),
+        (
+            "certify",
+            "data: {test: TEST}",
+            "10: data.test has labels from 0 to 11",
+        ),
+    ],
+)
+def test_a_run_that_was_tampered_with_is_refused_in_one_line(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    said: str,
+    command: str,
+) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    image = png_bytes(np.zeros((8, 8), dtype=np.uint8))
+    write_shard(tmp_path / "test.tar.gz", [(f"{i}", image, i) for i in range(12)])
+    change = yaml.safe_load(line.replace("TEST", str(tmp_path / "test.tar.gz")))
+    merged = merge(yaml.safe_load((copied / "config.yaml").read_text()), change)
+    (copied / "config.yaml").write_text(yaml.safe_dump(merged))
+    with pytest.raises(SystemExit) as stopped:
+        if command == "export":
+            main(["--run", str(copied), "--out", str(tmp_path / "x.safetensors")])
+        else:
+            certify_main(["--run", str(copied)])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("error: ") and error.count("\n") == 1

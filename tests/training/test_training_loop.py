@@ -59,12 +59,15 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-000000004.pt"]
 
 
-def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(
+    tmp_path: Path, value: float
+) -> None:
     trainer = Trainer(small_recipe(tmp_path / "run"))
-    bias = trainer.model.groups[0].bias
-    bias.register_hook(lambda gradient: gradient * float("inf"))
+    bias = trainer.model.head.bias
+    bias.register_hook(lambda gradient: gradient * value)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    with pytest.raises(trainer_module.RunFailed, match=r"step 1: .*groups\.0\.bias"):
+    with pytest.raises(trainer_module.RunFailed, match=r"step 1: .*head\.bias"):
         trainer.run()
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -98,3 +101,61 @@ def test_evaluation_uses_the_slow_weights_and_restores_the_fast(tmp_path: Path) 
     # Two steps into the first period the slow weights are still the initial ones.
     fresh = Trainer(small_recipe(tmp_path / "fresh"))
     assert fresh.evaluate() == scores
+
+
+def test_schedules_reach_the_steps_as_written(tmp_path: Path) -> None:
+    """Learning rate and training radius of twelve steps against numbers worked out by hand.
+
+    Three steps an epoch, four epochs, one of warm-up: the rate rises by thirds, then half a cosine
+    of eight intervals falls to 1e-5 of it. The radius grows linearly over the first six steps.
+    """
+    Trainer(small_recipe(tmp_path / "run", "loss.epsilon=1", "loss.radius_max=1.3")).run()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "train/loss" in line]
+    radii = [0.1, 0.3, 0.5, 0.7, 0.9, 1.1, *[1.3] * 6]
+    assert [line["train/epsilon"] for line in steps] == pytest.approx(radii)
+    rates = [line["train/lr"] for line in steps]
+    assert rates[:4] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01])
+    assert rates[7] == pytest.approx(0.005, rel=1e-4)  # half way down
+    assert rates[-1] == pytest.approx(1e-7)
+
+
+def test_gradients_are_clipped_to_the_configured_norm(tmp_path: Path) -> None:
+    """The norm is told as it was; what the optimizers see has the norm of the setting."""
+    trainer = Trainer(small_recipe(tmp_path / "run", "optim.clip_norm=1e-3"))
+    told = trainer.train_step(next(iter(trainer.loader)))
+    assert float(told["train/gradient_norm"]) > 1e-2
+    squares = [p.grad.square().sum() for p in trainer.model.parameters() if p.grad is not None]
+    assert float(sum(squares)) ** 0.5 == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_evaluation_counts_what_is_right_and_far_enough(tmp_path: Path) -> None:
+    """Against radii computed one by one, at an ε between them so that the two figures differ."""
+    trainer = Trainer(small_recipe(tmp_path / "run", "loss.epsilon=0.215"))
+    images = trainer.test.images.float() / 255
+    right, certified = 0, 0
+    with torch.no_grad():
+        weight, logits = trainer.model.head.normalized_weight(), trainer.model(images)
+    for label, row in zip(trainer.test.labels.tolist(), logits, strict=True):
+        top = int(row.argmax())
+        others = [j for j in range(10) if j != top]
+        radius = min(float((row[top] - row[j]) / (weight[top] - weight[j]).norm()) for j in others)
+        right += top == label
+        certified += top == label and radius >= 0.215
+    assert 0 < certified < right
+    scores = trainer.evaluate()
+    assert scores["test/clean_accuracy"] == pytest.approx(right / 360)
+    assert scores["test/nominal_cra"] == pytest.approx(certified / 360)
+
+
+@pytest.mark.parametrize("rule", ["paper", "bounded"])
+def test_an_update_that_overflows_stops_the_run(
+    tmp_path: Path, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*SETTINGS, "optim.lr=1e30", f"optim.exp_rule={rule}", f"run.dir={tmp_path / 'run'}"]
+    with pytest.raises(SystemExit) as stopped:
+        main(settings)
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err.startswith(
+        "failed: step 1: the update of a matrix is not finite"
+    )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from small import SETTINGS, STEPS, assert_same, final_state, small_recipe
 
+from lipnext_scale.data.samples import BUILTIN
+from lipnext_scale.errors import UserError
 from lipnext_scale.trainer import Trainer
 
 
@@ -41,6 +44,36 @@ def test_metrics_of_a_resumed_run_are_those_of_an_undisturbed_one(
         file.write('{"step": 8, "train/lo')  # as if killed while writing
     Trainer(small_recipe(run)).run()
     assert _values(run) == _values(undisturbed)
+
+
+def test_a_stop_between_two_log_lines_leaves_no_trace(tmp_path: Path) -> None:
+    """With a line every four steps, a stop at five adds none to the metrics."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    Trainer(small_recipe(straight, "run.log_every=4")).run()
+    Trainer(small_recipe(stopped, "run.log_every=4", "run.max_steps=5")).run()
+    Trainer(small_recipe(stopped, "run.log_every=4")).run()
+    assert _values(stopped) == _values(straight)
+
+
+def test_other_training_data_is_not_continued_on(tmp_path: Path) -> None:
+    """Shards that were exchanged between the two halves of a run are noticed."""
+    shards = Path(BUILTIN) / "digits"
+    shutil.copy(shards / "train-000000.tar.gz", tmp_path / "train.tar.gz")
+    settings = (f"data.train={tmp_path}/train.tar.gz", "run.max_steps=3", "data.batch_size=100")
+    Trainer(small_recipe(tmp_path / "run", *settings)).run()
+    shutil.copy(shards / "test-000000.tar.gz", tmp_path / "train.tar.gz")
+    with pytest.raises(UserError, match=r"data\.train = .*not the samples"):
+        Trainer(small_recipe(tmp_path / "run", *settings))
+
+
+def test_a_users_own_files_among_the_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    Trainer(small_recipe(tmp_path / "run", "run.max_steps=2")).run()
+    (checkpoints / "step-best.pt").write_text("mine")
+    (checkpoints / "step-000000003.pt.partial").write_text("cut off by a kill")
+    Trainer(small_recipe(tmp_path / "run")).run()
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["step-000000008.pt", "step-000000012.pt", "step-best.pt"]
 
 
 def _values(run: Path) -> list[dict]:
