@@ -18,6 +18,14 @@ class RunFailed(Exception):
     """The run itself went wrong (a non-finite loss, say): told in one line with exit code 1."""
 
 
+class Stopped(Exception):
+    """A signal asked for an end and the run came to one: told in a line, exit code 128 + signal."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """A parser whose complaints are UserErrors, as all mistakes of the user."""
 
@@ -38,6 +46,9 @@ def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
         except RunFailed as error:
             print(f"failed: {error}", file=sys.stderr)
             sys.exit(1)
+        except Stopped as stopped:
+            print(stopped, file=sys.stderr)
+            sys.exit(128 + stopped.number)
         except BrokenPipeError:  # the reader of our output has gone; say nothing more to it
             sys.stdout = open(os.devnull, "w")
             sys.exit(1)

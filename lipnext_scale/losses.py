@@ -1,4 +1,4 @@
-"""Losses for certified training (SPEC §3).
+"""Losses for certified training: EMMA as the paper trains, and those it is compared with.
 
 All see the same inputs: logits [N, J]; labels [N]; `distances` [J, J], c_ij = ‖w_i - w_j‖ of the
 normalised head rows, computed once per step for all pairs; and the training radius ε. The backbone

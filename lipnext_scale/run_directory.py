@@ -50,6 +50,8 @@ class RunDirectory:
 
     def recipe(self) -> Recipe:
         """The configuration of the run that is here."""
+        if not self.path.exists():
+            raise UserError(f"{self.path}: no such run directory")
         if not self.config.is_file():
             raise UserError(f"{self.path}: is not a run directory (it has no {self.config.name})")
         try:

@@ -23,6 +23,8 @@ def main(argv: list[str] | None = None) -> None:
         "overrides", nargs="*", metavar="section.key=value", help="set over the file"
     )
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.config is None and not arguments.overrides:
+        parser.error("nothing to train: give --config, such as --config configs/digits.yaml")
     recipe = load_recipe(arguments.config, arguments.overrides)
     if arguments.print_config:
         print(configuration.dump(recipe), end="")

@@ -9,7 +9,7 @@ from lipnext_scale.certify.radius import evaluate_radii
 from lipnext_scale.checkpoint import latest_checkpoint, load_checkpoint, restore, save_checkpoint
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data import Batch, Loader, MemoryLoader, read_samples
-from lipnext_scale.errors import RunFailed, UserError
+from lipnext_scale.errors import RunFailed, Stopped, UserError
 from lipnext_scale.losses import class_distances, compute_loss, training_radius
 from lipnext_scale.metrics import Metrics, Progress
 from lipnext_scale.models import LipNeXt
@@ -17,6 +17,7 @@ from lipnext_scale.optim import Optimizers
 from lipnext_scale.parallel import build_engine
 from lipnext_scale.recipe import Recipe
 from lipnext_scale.run_directory import RunDirectory
+from lipnext_scale.stopping import StopWish, stop_wishes
 
 
 class Trainer:
@@ -75,17 +76,29 @@ class Trainer:
             metrics = Metrics(self.directory.metrics, self.directory.tensorboard, self.step)
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
+        print(self._introduction(), flush=True)
         progress = Progress(self.last_step, self.step, title="train")
         try:
-            self._loop(metrics, progress)
+            with stop_wishes() as wish:
+                self._loop(metrics, progress, wish)
         except OSError as error:
             where = error.filename or run.dir
             raise RunFailed(f"step {self.step}: {where}: {error.strerror}") from None
         finally:
             progress.close()
             metrics.close()
+        print(f"{run.dir}: at step {self.step} of {self.total_steps}", flush=True)
 
-    def _loop(self, metrics: Metrics, progress: Progress) -> None:
+    def _introduction(self) -> str:
+        model = self.recipe.model
+        others = sum(p.numel() for p in self.model.parameters()) - model.bank_parameters
+        return (
+            f"LipNeXt L{model.depth}W{model.width} ({model.parametrisation}): "
+            f"{model.bank_parameters:,} orthogonal and {others:,} other parameters on "
+            f"{self.engine.device}, {self.total_steps} steps, into {self.recipe.run.dir}"
+        )
+
+    def _loop(self, metrics: Metrics, progress: Progress, wish: StopWish) -> None:
         run = self.recipe.run
         clock, timed_from = time.perf_counter(), self.step
         for batch in self.loader:
@@ -105,8 +118,12 @@ class Trainer:
                 scores = self.evaluate()
                 metrics.write(self.step, scores)
                 progress.say("  " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items()))
-            if done or (run.checkpoint_every and self.step % run.checkpoint_every == 0):
+            regular = run.checkpoint_every and self.step % run.checkpoint_every == 0
+            if done or regular or wish.signal:
                 self.save()
+            if wish.signal and not done:
+                told_by = f"{wish.signal.name} at step {self.step}: saved"
+                raise Stopped(wish.signal, f"{told_by}; the same command continues {run.dir}")
             if done:
                 return
 

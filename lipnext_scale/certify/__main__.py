@@ -58,15 +58,17 @@ def main(argv: list[str] | None = None) -> None:
         directory.certificate: result.certificate.write,
     }
     if arguments.json is not None:
+        if not arguments.json.name or arguments.json.is_dir():
+            raise UserError(f"--json {arguments.json}: must name a file")
         outputs[arguments.json] = result.certificate.write
     for path, write in outputs.items():
         try:
             write(path)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: cannot be written: {error}") from None
-    print(f"{directory.path}: {directory.certificate.name}")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+    print(f"certificate of {directory.path} on {data.test}")
     print(result.certificate.table())
-    print(f"pictures: {directory.curve_picture}, {directory.examples_picture}")
+    print("written: " + ", ".join(str(path) for path in outputs))
 
 
 if __name__ == "__main__":

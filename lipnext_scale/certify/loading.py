@@ -13,6 +13,8 @@ def load_model(run_or_export: str | Path) -> LipNeXt:
     path = Path(run_or_export)
     if path.is_dir():
         return load_run_model(RunDirectory(path)).eval()
+    if path.suffix == ".pt":
+        raise UserError(f"{path}: is a checkpoint; give the run directory")
     if path.is_file():
         return load_export(path).eval()
     raise UserError(f"{path}: no such run directory or export")

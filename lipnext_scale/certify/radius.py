@@ -1,4 +1,4 @@
-"""Certified radii (SPEC §5): how far the prediction provably holds, in the l2 norm of the image."""
+"""Certified radii (docs/certificate.md): how far a prediction provably holds, in l2."""
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,26 @@ def certified_radii(
 
     lipschitz: K, computed from the weights if not given. The radii are float64.
     """
+    images = _as_the_model_takes_them(images, model.head.weight.dtype)
     bound = lipschitz_bound(model) if lipschitz is None else lipschitz
     return _radii(model, images, bound, head_distances(model))
 
 
+def _as_the_model_takes_them(images: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mistakes that would give a radius of something else than was meant are refused."""
+    if not isinstance(images, Tensor) or not images.is_floating_point():
+        kind = images.dtype if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f"images are {kind}: must be a floating point tensor in [0, 1]")
+    if torch.promote_types(images.dtype, dtype) != dtype:
+        raise ValueError(f"images are {images.dtype}, the weights {dtype}: use model.double()")
+    # Points somewhat outside [0, 1] are legitimate (attacks); pixels up to 255 are not.
+    if images.numel() and not bool(images.abs().max() < 16):
+        raise ValueError(f"images go up to {images.abs().max():g}: this model takes [0, 1]")
+    return images.to(dtype)
+
+
 def require_certifiable(model: LipNeXt) -> None:
-    """A bfloat16 forward pass is another function than the one that K speaks of (SPEC §5)."""
+    """A bfloat16 forward pass is another function than the one that K speaks of."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if not dtypes <= {torch.float32, torch.float64}:
         raise ValueError(f"a certificate needs float32 or float64 weights, not {dtypes}")

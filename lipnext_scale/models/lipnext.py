@@ -1,4 +1,4 @@
-"""LipNeXt (SPEC §1): stem, blocks in banks, L2 pooling, a head with normalised rows."""
+"""LipNeXt (paper §3.3): stem, blocks in banks, L2 pooling, a head with normalised rows."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -165,6 +165,8 @@ class LipNeXt(nn.Module):
                 f"images of shape {tuple(images.shape)}: "
                 f"this model takes [N, {channels}, {side}, {side}]"
             )
+        if len(images) == 0:
+            raise ValueError(f"images of shape {tuple(images.shape)}: there are none")
         if not images.is_floating_point():
             raise ValueError(
                 f"images are {images.dtype}: this model takes floating point in [0, 1]"

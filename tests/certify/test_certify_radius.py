@@ -84,3 +84,29 @@ def test_bfloat16_is_not_certified() -> None:
     assert torch.equal(under_autocast[0], labels) and torch.equal(under_autocast[1], radii)
     with pytest.raises(ValueError, match="bfloat16"):
         certified_radii(model.bfloat16(), images.bfloat16(), lipschitz=1.0)
+
+
+@pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        (torch.rand(2, 1, 8, 8) * 255, "this model takes"),
+        (torch.full((2, 1, 8, 8), float("nan")), "nan"),
+        (torch.randint(0, 255, (2, 1, 8, 8)), "int64"),
+        (torch.rand(2, 1, 8, 8).numpy(), "ndarray"),
+        (torch.rand(2, 1, 9, 9), r"\[N, 1, 8, 8\]"),
+        (torch.rand(0, 1, 8, 8), "there are none"),
+        (torch.rand(2, 1, 8, 8).double(), "float64"),
+    ],
+)
+def test_images_that_would_mean_something_else_are_refused(images: object, said: str) -> None:
+    """Pixels up to 255, not finite, of another type, size or precision: each by its name."""
+    model = LipNeXt(LipNeXtConfig(2, 16, 8, 2, 1, 5), seed=0)
+    with pytest.raises(ValueError, match=said):
+        certified_radii(model, images)
+
+
+def test_single_precision_images_are_taken_by_a_double_model() -> None:
+    """Widening is exact, so it is done."""
+    images = torch.rand(3, 1, 8, 8)
+    _, radii = certified_radii(small_model(), images)
+    assert torch.equal(radii, certified_radii(small_model(), images.double())[1])

@@ -16,7 +16,7 @@ CASES = Cases()
 
 @CASES.add
 def nothing_given(tmp: Path, config: str):
-    return [], ["run.dir", "is required"]
+    return [], ["nothing to train", "--config"]
 
 
 @CASES.add

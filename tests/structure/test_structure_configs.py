@@ -89,7 +89,7 @@ def test_every_shipped_configuration_is_known_here():
     ],
 )
 def test_images_are_those_of_the_data_set(name, side, tokens, classes):
-    """The sizes, token grids and classes of SPEC §1."""
+    """The sizes, token grids and classes that the paper has."""
     model = load_recipe(str(CONFIGS / f"{name}.yaml")).model
     assert (model.image_size, model.in_channels, model.num_classes) == (side, 3, classes)
     assert model.image_size // model.patch_size == tokens

@@ -101,6 +101,32 @@ def test_a_killed_process_comes_back_exactly(tmp_path: Path) -> None:
     assert_same(final_state(killed), final_state(straight))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_stops_and_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C or SIGTERM between checkpoints: saved at that step, told in a line, and continued."""
+    settings = [*SETTINGS, "optim.epochs=200", "run.eval_every=0", "run.checkpoint_every=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "lipnext_scale.train",
+        *settings,
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not _values(tmp_path / "run"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, error = process.communicate()
+    step = final_state(tmp_path / "run")["step"]
+    assert process.returncode == 128 + number and 0 < step < 600
+    assert f"{number.name} at step {step}: saved; the same command continues" in error
+    subprocess.run(command, check=True, env=environment)
+    assert [r["step"] for r in _values(tmp_path / "run")] == list(range(1, 601))
+
+
 def test_a_finished_run_is_left_alone(
     undisturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
