@@ -27,10 +27,12 @@ def ratio(seconds: dict[str, list[float]], name: str, unit: str) -> float:
     return median(one / other for one, other in zip(seconds[name], seconds[unit], strict=True))
 
 
-def print_rows(seconds: dict[str, list[float]], unit: str) -> None:
-    """A line for each run: its median in milliseconds, and in units of `unit`."""
+def print_rows(seconds: dict[str, list[float]], *units: str) -> None:
+    """A line for each run: its median in milliseconds, and in units of each of `units`."""
+    print(f"  {'':<38}{'time':>13}" + "".join(f"{unit:>24}" for unit in units))
     for name, times in seconds.items():
-        print(f"  {name:<38}{median(times) * 1e3:>10.1f} ms{ratio(seconds, name, unit):>10.3f}")
+        ratios = "".join(f"{ratio(seconds, name, unit):>24.3f}" for unit in units)
+        print(f"  {name:<38}{median(times) * 1e3:>10.1f} ms{ratios}")
 
 
 def machine() -> str:

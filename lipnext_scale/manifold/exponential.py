@@ -192,9 +192,11 @@ def _exp_minus_identity(
 def _taylor_minus_identity(
     matrix: Tensor, square: Tensor, orders: list[int], workspace: Workspace
 ) -> Tensor:
-    """A + A²·(I/2 + A/6 + c·A²) with c = 1/24 where the order is 4 and 0 where it is 3."""
-    coefficients = [1 / 24 if order == 4 else 0.0 for order in orders]
+    """A + A²·(3I + A + c·A²)/6 with c = 1/4 where the order is 4 and 0 where it is 3."""
+    coefficients = [1 / 4 if order == 4 else 0.0 for order in orders]
     fourth = torch.tensor(coefficients, dtype=square.dtype, device=square.device)
-    tail = torch.mul(square, fourth[:, None, None], out=workspace.like("tail", square))
-    tail.add_(matrix, alpha=1 / 6).diagonal(dim1=-2, dim2=-1).add_(0.5)
-    return torch.bmm(square, tail, out=workspace.like("change", matrix)).add_(matrix)
+    tail = workspace.like("tail", square)
+    torch.addcmul(matrix, square, fourth[:, None, None], out=tail)
+    tail.diagonal(dim1=-2, dim2=-1).add_(3)
+    change = workspace.like("change", matrix)
+    return torch.baddbmm(matrix, square, tail, alpha=1 / 6, out=change)

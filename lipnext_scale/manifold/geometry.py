@@ -26,8 +26,8 @@ def lie_gradient(point: Tensor, gradient: Tensor, workspace: Workspace | None = 
     if workspace is None:
         return skew(point.mT @ gradient)
     product = workspace.like("product", point, row_padding=16)
-    torch.matmul(point.mT, gradient, out=product)
-    return torch.sub(product, product.mT, out=workspace.like("change", point)).mul_(0.5)
+    torch.baddbmm(product, point.mT, gradient, beta=0, alpha=0.5, out=product)  # XᵀG/2
+    return torch.sub(product, product.mT, out=workspace.like("change", point))
 
 
 def identity_deviation(matrix: Tensor) -> Tensor:
