@@ -73,7 +73,13 @@ def _require_intact(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+    except (
+        OSError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+        NotImplementedError,  # what zipfile raises for a compression it does not know
+    ) as error:
         raise UserError(f"{path}: is not a readable checkpoint: {error}") from None
     if damaged is not None:
         raise UserError(f"{path}: is damaged: the checksum of {damaged} is wrong")
