@@ -87,8 +87,12 @@ def load_run_model(directory: RunDirectory) -> LipNeXt:
         raise UserError(f"{directory.path}: has no checkpoint yet")
     state = load_checkpoint(path)
     model = empty_model(recipe.model)
-    restore(path, model, state["model"])
+    # The optimizer wants an orthogonal start. What is stored may have drifted: that K will show.
+    with torch.no_grad():
+        for group in model.block_groups():
+            group.bank.copy_(torch.eye(recipe.model.width))
     optimizers = Optimizers(model, recipe.optim)
+    restore(path, model, state["model"])
     restore(path, optimizers, state["optimizers"])
     with optimizers.slow_weights():
         slow = {name: value.clone() for name, value in model.state_dict().items()}

@@ -9,12 +9,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from small import assert_same, small_recipe
+from small import assert_same, final_state, small_recipe
 
 from data_prep.shards import png_bytes, write_shard
-from lipnext_scale.certify import load_model
+from lipnext_scale.certify import lipschitz_bound, load_model
 from lipnext_scale.certify.__main__ import main as certify_main
 from lipnext_scale.config import merge
+from lipnext_scale.errors import UserError
 from lipnext_scale.export import main
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.trainer import Trainer
@@ -84,8 +85,6 @@ def test_a_broken_export_is_refused_by_name(tmp_path: Path, damage: str) -> None
         save_file({"w": torch.zeros(2)}, path)
     else:
         path.unlink()
-    from lipnext_scale.errors import UserError
-
     with pytest.raises(UserError, match="model.safetensors"):
         load_model(path)
 
@@ -137,3 +136,23 @@ def test_a_run_that_was_tampered_with_is_refused_in_one_line(
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert said in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("factor", "outcome"), [(1.01, None), (float("nan"), "not finite")])
+def test_weights_that_left_the_manifold_are_judged_by_their_bound(
+    run: Path, tmp_path: Path, factor: float, outcome: str | None
+) -> None:
+    """Stored matrices 1 % too large load and get the K they deserve; NaN gets none."""
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    state = final_state(copied)
+    state["model"]["groups.0.bank"] *= factor
+    state["optimizers"]["manifold"]["state"][0]["slow"] *= factor
+    torch.save(state, copied / "checkpoints" / "step-000000008.pt")
+    model = load_model(copied)
+    if outcome is None:
+        # Two blocks of the product form: R twice and M once in each, six factors.
+        assert 1.01**6 * (1 - 1e-6) <= lipschitz_bound(model) <= 1.01**6 * 1.001
+    else:
+        with pytest.raises(UserError, match=outcome):
+            lipschitz_bound(model)
