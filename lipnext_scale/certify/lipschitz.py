@@ -86,8 +86,8 @@ def lipschitz_bound(model: LipNeXt) -> float:
     with torch.autocast(model.head.weight.device.type, enabled=False):
         for group in model.block_groups():
             # W as the forward pass computes it, so that the rounding of M·Rᵀ is inside the bound.
-            for stack in group.layers():
-                for matrix in stack:
+            for layer in group.layers():
+                for matrix in layer:
                     bound = _above(bound * spectral_norm_bound(matrix))
     if not math.isfinite(bound):
         raise UserError(

@@ -2,7 +2,7 @@
 
 from lipnext_scale.models.blocks import BlockSpec, block_reference, group_reference
 from lipnext_scale.models.fused import fused_group
-from lipnext_scale.models.group import BlockGroup
+from lipnext_scale.models.group import BlockGroup, WeightLayout
 from lipnext_scale.models.lipnext import Head, LipNeXt, LipNeXtConfig
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Head",
     "LipNeXt",
     "LipNeXtConfig",
+    "WeightLayout",
     "block_reference",
     "fused_group",
     "group_reference",

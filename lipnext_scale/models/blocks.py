@@ -1,11 +1,15 @@
 """LipNeXt blocks (paper §3.3) as readable functions; `fused.py` has the fast form of a group."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from lipnext_scale.models import ops
+
+# The orthogonal matrices of a group in turn, R₀, M₀, R₁, M₁, …: as one bank [2g, C, C] or one each.
+Matrices = Tensor | Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,14 +36,19 @@ def block_reference(
     return ops.beta_abs(x, spec.beta) if spec.activation == "beta_abs" else ops.minmax(x)
 
 
-def group_reference(
-    x: Tensor, bank: Tensor, bias: Tensor, pos: Tensor | None, spec: BlockSpec
-) -> Tensor:
-    """The blocks of a bank [2g, C, C] = (R₀, M₀, R₁, M₁, …) one after the other.
+def matrix_list(matrices: Matrices) -> Sequence[Tensor]:
+    """The matrices one by one.
 
     One unbind, not indexing: each index would cost a zero-filled bank in the backward pass.
     """
-    matrices = bank.unbind(0)
+    return matrices.unbind(0) if isinstance(matrices, Tensor) else matrices
+
+
+def group_reference(
+    x: Tensor, matrices: Matrices, bias: Tensor, pos: Tensor | None, spec: BlockSpec
+) -> Tensor:
+    """The blocks of a group one after the other."""
+    matrices = matrix_list(matrices)
     positions = [None] * len(bias) if pos is None else pos.unbind(0)
     for index, (block_bias, block_pos) in enumerate(zip(bias.unbind(0), positions, strict=True)):
         rotation, mixing = matrices[2 * index], matrices[2 * index + 1]

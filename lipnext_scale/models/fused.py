@@ -6,21 +6,24 @@ pre-activation kept beside the activation (its signs are, one byte each), no gra
 operation, and the gradients of all matrices written where the bank's gradient is.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lipnext_scale.models.blocks import BlockSpec
+from lipnext_scale.models.blocks import BlockSpec, Matrices, matrix_list
 from lipnext_scale.models.ops import SHIFTS
 
 
 def fused_group(
-    x: Tensor, bank: Tensor, bias: Tensor, pos: Tensor | None, spec: BlockSpec
+    x: Tensor, matrices: Matrices, bias: Tensor, pos: Tensor | None, spec: BlockSpec
 ) -> Tensor:
     """`group_reference`, fast."""
-    return _FusedGroup.apply(x.contiguous(), bank, bias, pos, spec, torch.is_grad_enabled())
+    weights = (matrices,) if isinstance(matrices, Tensor) else tuple(matrices)
+    return _FusedGroup.apply(x.contiguous(), bias, pos, spec, torch.is_grad_enabled(), *weights)
 
 
 class _FusedGroup(torch.autograd.Function):
@@ -28,46 +31,50 @@ class _FusedGroup(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        bank: Tensor,
         bias: Tensor,
         pos: Tensor | None,
         spec: BlockSpec,
         keep: bool,
+        *weights: Tensor,
     ) -> Tensor:
-        rotations, weights = layer_matrices(bank, spec)
+        rotations, layers = layer_matrices(_unpacked(weights), spec)
         kept: list[Tensor] = []
         u = x if pos is None else x + pos[0]
         for index in range(len(bias)):
             mixed = u.view(-1, u.shape[-1]) @ rotations[index].mT
             _shift_(mixed.view(x.shape), spec, backward=False)
-            z = torch.addmm(bias[index], mixed, weights[index].mT)
-            choice = _activate_(z, spec)
+            z = torch.empty_like(
+                x
+            )  # what is returned must be no view, or FSDP cannot hook on to it
+            rows = z.view(-1, z.shape[-1])
+            torch.addmm(bias[index], mixed, layers[index].mT, out=rows)
+            choice = _activate_(rows, spec)
             if keep:
                 kept += [u, mixed, choice]
             if pos is not None and index + 1 < len(bias):
-                z.view(x.shape).add_(pos[index + 1])
-            u = z.view(x.shape)
+                z.add_(pos[index + 1])
+            u = z
         if keep:
-            ctx.save_for_backward(
-                bank, *([] if spec.parametrisation == "merged" else [weights]), *kept
-            )
+            products = [] if spec.parametrisation == "merged" else layers
+            ctx.save_for_backward(*weights, *products, *kept)
+            ctx.sizes = (len(weights), len(products), len(kept))
             ctx.spec, ctx.has_pos = spec, pos is not None
         return u
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        bank, *kept = ctx.saved_tensors
-        spec, shape = ctx.spec, grad_output.shape
-        rotations, weights = layer_matrices(
-            bank, spec, kept.pop(0) if spec.parametrisation == "product" else None
-        )
-        count, channels = len(kept) // 3, shape[-1]
-        need_x, need_bank, need_bias, need_pos = ctx.needs_input_grad[:4]
-        need_pos = need_pos and ctx.has_pos
-        grad_bank = torch.empty_like(bank) if need_bank else None
-        grad_bias = bank.new_empty(count, channels) if need_bias else None
-        grad_pos = bank.new_empty(count, *shape[1:3], 1) if need_pos else None
+        spec, shape, channels = ctx.spec, grad_output.shape, grad_output.shape[-1]
+        weights, products, kept = _split(ctx.saved_tensors, ctx.sizes)
+        count = len(kept) // 3
+        matrices = _unpacked(weights)
+        rotations, layers = layer_matrices(matrices, spec, products or None)
+        need_x, need_bias, need_pos = ctx.needs_input_grad[:3]
+        need_pos, need_weights = need_pos and ctx.has_pos, any(ctx.needs_input_grad[5:])
+        grad_weights = [torch.empty_like(w) for w in weights] if need_weights else []
+        grad_matrices = _unpacked(grad_weights)
+        grad_bias = grad_output.new_empty(count, channels) if need_bias else None
+        grad_pos = grad_output.new_empty(count, *shape[1:3], 1) if need_pos else None
 
         # All products are square in the channels, so two buffers pass the gradient down the group.
         grad = grad_output.reshape(-1, channels).clone()
@@ -77,39 +84,53 @@ class _FusedGroup(torch.autograd.Function):
             _activate_backward_(grad, choice, spec)
             if grad_bias is not None:
                 torch.sum(grad, dim=0, out=grad_bias[index])
-            if grad_bank is not None:
-                torch.mm(grad.mT, mixed, out=grad_bank[2 * index + 1])
-            torch.mm(grad, weights[index], out=other)
+            if need_weights:
+                torch.mm(grad.mT, mixed, out=grad_matrices[2 * index + 1])
+            torch.mm(grad, layers[index], out=other)
             _shift_(other.view(shape), spec, backward=True)
-            if grad_bank is not None:
-                torch.mm(other.mT, u.view(-1, channels), out=grad_bank[2 * index])
+            if need_weights:
+                torch.mm(other.mT, u.view(-1, channels), out=grad_matrices[2 * index])
             if index == 0 and not (need_x or need_pos):
                 break
             torch.mm(other, rotations[index], out=grad)
             if grad_pos is not None:
                 torch.sum(grad.view(shape).sum(-1), dim=0, out=grad_pos[index].squeeze(-1))
-        if grad_bank is not None and spec.parametrisation == "product":
-            _product_backward_(grad_bank, bank)
+        if need_weights and spec.parametrisation == "product":
+            _product_backward_(grad_matrices, matrices)
         grad_x = grad.view(shape) if need_x else None
-        return grad_x, grad_bank, grad_bias, grad_pos, None, None
+        nothing: list[None] = [None] * len(weights)
+        return grad_x, grad_bias, grad_pos, None, None, *(grad_weights or nothing)
+
+
+def _unpacked(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The matrices [C, C], given as they are or as one bank [2g, C, C]."""
+    return matrix_list(weights[0]) if len(weights) == 1 else weights
+
+
+def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
+    ends = list(accumulate(sizes))
+    return [tensors[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def layer_matrices(
-    bank: Tensor, spec: BlockSpec, products: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(R, W) of every block as stacks [g, C, C]; `products` are the M·Rᵀ if they are known."""
-    rotations, mixings = bank[0::2], bank[1::2]
+    matrices: Matrices, spec: BlockSpec, products: Sequence[Tensor] | None = None
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """(R, W) of every block; `products` are the M·Rᵀ if they are known."""
+    rotations, mixings = matrix_list(matrices)[0::2], matrix_list(matrices)[1::2]
     if spec.parametrisation == "merged":
         return rotations, mixings
-    return rotations, torch.bmm(mixings, rotations.mT) if products is None else products
+    if products is None:
+        products = [m @ r.mT for r, m in zip(rotations, mixings, strict=True)]
+    return rotations, products
 
 
-def _product_backward_(grad_bank: Tensor, bank: Tensor) -> None:
+def _product_backward_(grads: Sequence[Tensor], matrices: Sequence[Tensor]) -> None:
     """W = M·Rᵀ: from the gradient of W, in M's place, to R's (added) and M's: dWᵀ·M and dW·R."""
-    grad_rotations, grad_weights = grad_bank[0::2], grad_bank[1::2]
-    rotations, mixings = bank[0::2], bank[1::2]
-    grad_rotations += torch.bmm(grad_weights.mT, mixings)
-    grad_weights.copy_(torch.bmm(grad_weights, rotations))
+    for index in range(0, len(grads), 2):
+        rotation, mixing = matrices[index : index + 2]
+        grad_rotation, grad_weight = grads[index : index + 2]
+        grad_rotation.addmm_(grad_weight.mT, mixing)
+        grad_weight.copy_(grad_weight @ rotation)
 
 
 def _shift_(x: Tensor, spec: BlockSpec, backward: bool) -> None:

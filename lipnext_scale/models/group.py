@@ -1,18 +1,25 @@
-"""A group of LipNeXt blocks whose orthogonal matrices form one parameter, a bank."""
+"""A group of LipNeXt blocks: the unit of sharding, compiling and recomputing."""
+
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lipnext_scale.manifold import random_orthogonal
-from lipnext_scale.models.blocks import BlockSpec, group_reference
+from lipnext_scale.models.blocks import BlockSpec, Matrices, group_reference
 from lipnext_scale.models.fused import fused_group, layer_matrices
+
+WeightLayout = Literal["bank", "row"]
 
 
 class BlockGroup(nn.Module):
-    """The blocks [first, first + count) of a network: the unit of sharding, compiling, checkpoints.
+    """The blocks [first, first + count) of a network.
 
-    bank [2·count, C, C]: R and M (or W) of each block in turn. bias [count, C].
-    pos [count, H, W, 1].
+    Their orthogonal matrices, R and M (or W) of each block in turn, are
+        layout bank: one parameter, bank [2·count, C, C], so that a shard is a stack of whole ones;
+        layout row:  a parameter [C, C] each, `matrices`, so that a shard is some rows of each.
+    bias [count, C], pos [count, H, W, 1].
     """
 
     def __init__(
@@ -23,42 +30,73 @@ class BlockGroup(nn.Module):
         tokens: tuple[int, int],
         spec: BlockSpec,
         has_pos: bool,
+        layout: WeightLayout = "bank",
     ) -> None:
         super().__init__()
         self.first, self.count, self.spec = first, count, spec
-        self.bank = nn.Parameter(torch.empty(2 * count, width, width))
+        if layout == "bank":
+            self.bank = nn.Parameter(torch.empty(2 * count, width, width))
+        else:
+            self.matrices = nn.ParameterList(torch.empty(width, width) for _ in range(2 * count))
         self.bias = nn.Parameter(torch.empty(count, width))
         self.pos = nn.Parameter(torch.empty(count, *tokens, 1)) if has_pos else None
+        # Set from outside: recompute the activations in the backward pass instead of keeping them;
+        # compute in another type than the parameters have (FSDP casts by itself and needs it not).
+        self.recompute = False
+        self.compute_dtype: torch.dtype | None = None
+
+    @property
+    def layout(self) -> WeightLayout:
+        return "bank" if "bank" in self._parameters else "row"
+
+    def orthogonal_weights(self) -> Matrices:
+        return self.bank if self.layout == "bank" else list(self.matrices)
+
+    def orthogonal_parameters(self) -> list[nn.Parameter]:
+        """The parameters that hold the matrices."""
+        return [self.bank] if self.layout == "bank" else list(self.matrices)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
-            return group_reference(x, self.bank, self.bias, self.pos, self.spec)
-        return fused_group(x, self.bank, self.bias, self.pos, self.spec)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._blocks, x, use_reentrant=False)
+        return self._blocks(x)
 
-    def layers(self) -> tuple[Tensor, Tensor]:
-        """(R, W) of every block as stacks [count, C, C], W as the forward pass computes it."""
-        return layer_matrices(self.bank, self.spec)
+    def _blocks(self, x: Tensor) -> Tensor:
+        weights = self.orthogonal_weights()
+        weights = (
+            self._cast(weights) if isinstance(weights, Tensor) else [self._cast(w) for w in weights]
+        )
+        pos = None if self.pos is None else self._cast(self.pos)
+        # The compiler fuses the plain form itself.
+        blocks = group_reference if torch.compiler.is_compiling() else fused_group
+        return blocks(self._cast(x), weights, self._cast(self.bias), pos, self.spec)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor if self.compute_dtype is None else tensor.to(self.compute_dtype)
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """(R, W) of every block, W as the forward pass computes it."""
+        return list(zip(*layer_matrices(self.orthogonal_weights(), self.spec), strict=True))
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """R uniform on O(C), M = I (so W = Rᵀ), b = 0, pos = 0.
-
-        Every matrix has its own seed, made of the block's number in the network: the start does not
-        depend on how blocks are grouped or where the matrices live.
-        """
+        """R uniform on O(C), M = I (so W = Rᵀ), b = 0, pos = 0."""
         self.bias.zero_()
         if self.pos is not None:
             self.pos.zero_()
-        for index in range(self.count):
-            rotation, mixing = self.bank[2 * index], self.bank[2 * index + 1]
-            rotation.copy_(initial_rotation(self.first + index, seed, rotation))
-            if self.spec.parametrisation == "product":
-                mixing.copy_(torch.eye(mixing.shape[-1], device=mixing.device))
-            else:
-                mixing.copy_(rotation.mT)
+        for index, matrix in enumerate(self.orthogonal_weights()):
+            matrix.copy_(self.initial_matrix(index, seed, matrix))
 
+    def initial_matrix(self, index: int, seed: int, like: Tensor) -> Tensor:
+        """The first value of the group's matrix `index`, on the device and in the type of `like`.
 
-def initial_rotation(block: int, seed: int, like: Tensor) -> Tensor:
-    """The first R of a block, from (seed, block) alone."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + block) % 2**63)
-    return random_orthogonal(like.shape[-1], generator, like.dtype, like.device)
+        It comes from (seed, block) alone: the start does not depend on how blocks are grouped, how
+        matrices are laid out or on which process they live.
+        """
+        width = like.shape[-1]
+        if index % 2 and self.spec.parametrisation == "product":
+            return torch.eye(width, dtype=like.dtype, device=like.device)
+        block = self.first + index // 2
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + block) % 2**63)
+        rotation = random_orthogonal(width, generator, like.dtype, like.device)
+        return rotation.mT if index % 2 else rotation

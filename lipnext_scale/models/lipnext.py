@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lipnext_scale.config import ConfigError
 from lipnext_scale.models import ops
 from lipnext_scale.models.blocks import BlockSpec
-from lipnext_scale.models.group import BlockGroup
+from lipnext_scale.models.group import BlockGroup, WeightLayout
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LipNeXtConfig:
     activation: Literal["beta_abs", "minmax"] = "beta_abs"
     beta: float = 0.75
     parametrisation: Literal["product", "merged"] = "product"
-    # Blocks whose matrices form one bank: the unit of sharding. 0: all blocks in one.
+    # Blocks in a group, the unit of sharding. 0: the engine chooses; without one, all in one.
     blocks_per_bank: int = 0
 
     def __post_init__(self) -> None:
@@ -59,7 +59,9 @@ class LipNeXtConfig:
             raise ConfigError("width", self.width, "must be even for activation minmax")
         if not 0 <= self.blocks_per_bank <= self.depth:
             raise ConfigError(
-                "blocks_per_bank", self.blocks_per_bank, f"must be 0 (all) to depth = {self.depth}"
+                "blocks_per_bank",
+                self.blocks_per_bank,
+                f"must be 0 (automatic) to depth = {self.depth}",
             )
 
     @property
@@ -91,16 +93,21 @@ class Head(nn.Module):
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         return F.normalize(self.weight.to(dtype), dim=-1)
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """(logits, normalised rows): the losses need both, and sharded rows exist only in here."""
         weight = self.normalized_weight()
-        return F.linear(features.to(weight.dtype), weight, self.bias.to(weight.dtype))
+        logits = F.linear(features.to(weight.dtype), weight, self.bias.to(weight.dtype))
+        return logits, weight
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + 999_983) % 2**63)
-        # On the CPU whatever the default device, as `random_orthogonal`.
-        self.weight.copy_(torch.randn(self.weight.shape, generator=generator, device="cpu"))
+        self.weight.copy_(self.initial_weight(seed))
         self.bias.zero_()
+
+    def initial_weight(self, seed: int) -> Tensor:
+        """On the CPU whatever the default device, as `random_orthogonal`."""
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + 999_983) % 2**63)
+        return torch.randn(tuple(self.weight.shape), generator=generator, device="cpu")
 
 
 class LipNeXt(nn.Module):
@@ -108,9 +115,12 @@ class LipNeXt(nn.Module):
 
     Built under `torch.device("meta")` it allocates nothing; `reset_parameters` fills it later.
     seed: of the initial weights; None draws one from torch's global generator.
+    layout: how the matrices of a group are parameters, see `BlockGroup`.
     """
 
-    def __init__(self, config: LipNeXtConfig, seed: int | None = None) -> None:
+    def __init__(
+        self, config: LipNeXtConfig, seed: int | None = None, layout: WeightLayout = "bank"
+    ) -> None:
         super().__init__()
         self.config = config
         side = config.image_size // config.patch_size
@@ -130,6 +140,7 @@ class LipNeXt(nn.Module):
                 (side, side),
                 spec,
                 config.positional_embedding,
+                layout,
             )
             for first in range(0, config.depth, per_bank)
         )
@@ -155,8 +166,10 @@ class LipNeXt(nn.Module):
             x = group(x)
         return ops.l2_pool(x)
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.features(images))
+    def forward(self, images: Tensor, with_head: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """The logits; with `with_head` (logits, the head's normalised rows)."""
+        logits, weight = self.head(self.features(images))
+        return (logits, weight) if with_head else logits
 
     def _check_images(self, images: Tensor) -> None:
         side, channels = self.config.image_size, self.config.in_channels

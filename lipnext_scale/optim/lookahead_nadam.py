@@ -50,6 +50,21 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
         return loss
 
     @torch.no_grad()
+    def initialise_state(self) -> None:
+        """Make the state that the first step would make: something to load a checkpoint into."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if state:
+                    continue
+                state["step"] = torch.tensor(0.0)
+                state["mu_product"] = torch.ones(())
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+                if group["lookahead"]:
+                    state["slow"] = parameter.detach().clone()
+
+    @torch.no_grad()
     def synchronise(self) -> None:
         """slow ← fast: beside a retraction of the matrices, which does the same to theirs."""
         self.require_fast_weights("synchronise()")

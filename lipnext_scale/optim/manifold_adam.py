@@ -21,7 +21,7 @@ from torch import Tensor
 from lipnext_scale import manifold
 from lipnext_scale.manifold import ExpPlan
 from lipnext_scale.manifold.exponential import RULES, default_tolerance, sizes_for
-from lipnext_scale.optim.slow_weights import SlowWeights
+from lipnext_scale.optim.slow_weights import SlowWeights, local_part
 
 # How much of a bank is worked on at once. On the CPU a chunk of all operands should stay in the
 # cache; on a GPU it need only be large enough to fill the device, and bounds the temporary memory.
@@ -178,18 +178,29 @@ class ManifoldAdam(SlowWeights):
         return _Move(point, state, exponent, square, sizes, synchronise, rule, tolerance)
 
     def _state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+        """Plain tensors beside this process's part of the parameter."""
         state = self.state[parameter]
         if not state:
-            paper = group["second_moment_init"] == "paper"
+            point, paper = local_part(parameter), group["second_moment_init"] == "paper"
             state["step"] = torch.zeros((), dtype=torch.int64)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.full_like(
-                parameter, 1 / parameter.shape[-1] if paper else 0
-            )
+            state["exp_avg"] = torch.zeros_like(point)
+            state["exp_avg_sq"] = torch.full_like(point, 1 / point.shape[-1] if paper else 0)
             if group["lookahead"]:
-                state["buffer"] = torch.zeros_like(parameter)
-                state["slow"] = parameter.detach().clone()
+                state["buffer"] = torch.zeros_like(point)
+                state["slow"] = point.clone()
         return state
+
+    @torch.no_grad()
+    def initialise_state(self) -> None:
+        """Make the state that the first step would make: something to load a checkpoint into."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._state(group, parameter)
+
+    def set_step(self, step: int) -> None:
+        """Say how many steps the state has seen, after it was loaded from a checkpoint."""
+        for state in self.state.values():
+            state["step"].fill_(step)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -208,7 +219,7 @@ class ManifoldAdam(SlowWeights):
         for part in chunks(point):
             point[part] = manifold.polar_retract(point[part])
         if "slow" in state:
-            state["slow"].copy_(parameter)
+            state["slow"].copy_(local_part(parameter))
             state["buffer"].zero_()
 
 
@@ -235,9 +246,9 @@ def _apply(move: _Move, plans: list[ExpPlan], workspace: manifold.Workspace) -> 
 
 
 def as_stack(tensor: Tensor | None) -> Tensor:
-    """A view [k, d, d] of a matrix or bank, free of autograd."""
+    """A view [k, d, d] of the matrices that this process has, free of autograd."""
     assert tensor is not None
-    return tensor.detach().view(-1, *tensor.shape[-2:])
+    return local_part(tensor).view(-1, *tensor.shape[-2:])
 
 
 def chunks(stack: Tensor) -> Iterator[slice]:

@@ -1,9 +1,9 @@
 """Both optimizers of a model as one: which parameter goes where, and the steps taken together."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
@@ -55,13 +55,39 @@ class OptimConfig:
             raise ConfigError("final_lr_ratio", self.final_lr_ratio, "must be in [0, 1]")
 
 
-class Optimizers:
-    """ManifoldAdam for the banks and LookaheadNAdam for the rest."""
+class ManifoldOptimizer(Protocol):
+    """What is asked of ManifoldAdam, or of what does its work for sharded rows."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+    param_groups: list[dict[str, Any]]
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def retract(self) -> None: ...
+
+    def slow_weights(self) -> AbstractContextManager[None]: ...
+
+    def initialise_state(self) -> None: ...
+
+    def set_step(self, step: int) -> None: ...
+
+
+class Optimizers:
+    """Manifold Adam for the orthogonal matrices and LookaheadNAdam for the rest.
+
+    build_manifold: makes the former from named parameters and ManifoldAdam's arguments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        build_manifold: Callable[..., ManifoldOptimizer] = ManifoldAdam,
+    ) -> None:
         orthogonal, euclidean = split_parameters(model)
         self.config = config
-        self.manifold = ManifoldAdam(
+        self.manifold = build_manifold(
             orthogonal,
             lr=config.lr,
             betas=config.betas,
@@ -116,12 +142,25 @@ class Optimizers:
             stack.enter_context(self.euclidean.slow_weights())
             yield
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"manifold": self.manifold.state_dict(), "euclidean": self.euclidean.state_dict()}
+    def initialise_state(self) -> None:
+        """Make all state that the first step would make: something to load a checkpoint into."""
+        self.manifold.initialise_state()
+        self.euclidean.initialise_state()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.manifold.load_state_dict(state["manifold"])
-        self.euclidean.load_state_dict(state["euclidean"])
+    def counters(self) -> dict[str, float]:
+        """What the state has beside tensors: NAdam's running product, the same for every parameter.
+
+        The number of steps is the run's own.
+        """
+        products = {float(state["mu_product"]) for state in self.euclidean.state.values()}
+        assert len(products) <= 1, "all parameters take their steps together"
+        return {"mu_product": products.pop()} if products else {}
+
+    def set_counters(self, step: int, counters: dict[str, float]) -> None:
+        self.manifold.set_step(step)
+        for state in self.euclidean.state.values():
+            state["step"].fill_(step)
+            state["mu_product"].fill_(counters["mu_product"])
 
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -129,7 +168,8 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 def split_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters]:
     """(orthogonal, euclidean): every trainable parameter of the model in exactly one of the two."""
-    banks = {id(module.bank) for module in model.modules() if isinstance(module, BlockGroup)}
+    groups = [module for module in model.modules() if isinstance(module, BlockGroup)]
+    banks = {id(p) for group in groups for p in group.orthogonal_parameters()}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     orthogonal = [(name, p) for name, p in named if id(p) in banks]
     euclidean = [(name, p) for name, p in named if id(p) not in banks]

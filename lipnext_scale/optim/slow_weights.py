@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 class SlowWeights(torch.optim.Optimizer):
@@ -40,8 +41,14 @@ class SlowWeights(torch.optim.Optimizer):
         return super().state_dict()
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: a sharded one's own part, any other whole."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 @torch.no_grad()
 def _swap(one: Tensor, other: Tensor) -> None:
+    one, other = local_part(one), local_part(other)
     kept = one.clone()
     one.copy_(other)
     other.copy_(kept)

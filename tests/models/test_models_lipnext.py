@@ -123,7 +123,7 @@ def test_features_are_the_composition_of_the_parts():
         x = group(x)
     features = ops.l2_pool(x)
     assert torch.equal(model.features(images()), features)
-    assert torch.equal(model(images()), model.head(features))
+    assert torch.equal(model(images()), model.head(features)[0])
 
 
 def test_images_do_not_influence_each_other():
@@ -248,8 +248,8 @@ def test_head_computes_in_float32():
     """With bfloat16 weights and features the logits are float32."""
     head = Head(8, 3).to(torch.bfloat16)
     head.reset_parameters(0)
-    assert head(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
-    assert head.double()(torch.ones(2, 8, dtype=torch.float64)).dtype == torch.float64
+    assert head(torch.ones(2, 8, dtype=torch.bfloat16))[0].dtype == torch.float32
+    assert head.double()(torch.ones(2, 8, dtype=torch.float64))[0].dtype == torch.float64
 
 
 def test_positional_embedding_is_optional():

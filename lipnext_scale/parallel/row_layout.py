@@ -1,0 +1,272 @@
+"""Manifold Adam for matrices whose rows are sharded over ranks (`weight_layout: row`).
+
+Every matrix has one owner, which holds X in float32 and the state (m, v, B, Xslow) and does the
+step; the parameters of the model hold rows of X. Owners are balanced by d³, the work of a step. A
+step goes through the matrices in buckets, in which every owner has a part:
+
+    post gradients(0)
+    for each bucket b:
+        post gradients(b+1)                  on the wire while b is worked on
+        finish gradients(b)                  whole gradients at the owners
+        move the matrices of b               ManifoldAdam on this rank's part of the bucket
+        post rows(b)                         on the wire while b+1 is worked on
+        finish rows(b-1)                     new rows in the shards
+    finish rows(last)
+
+So two buckets are under way in each direction, and no memory but theirs is needed: two outboxes and
+two inboxes each way and one bucket of whole gradients, each about `bucket_bytes`. A rank sends
+8·P·(R-1)/R² bytes a step for P parameters on R ranks, 6·P·… where rows return in bfloat16.
+
+If an update is not finite its owner says so beside the rows that it returns, which are the old
+ones. Every rank reads that when it finishes those rows, moves no further matrix, takes part in the
+exchanges that are left, and raises FloatingPointError. Rows and owners agree then too; matrices of
+other owners in that bucket, of the buckets before it and of the one after it have been moved.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lipnext_scale.manifold import orthogonality_error
+from lipnext_scale.optim.manifold_adam import INITIAL_ORTHOGONALITY_LIMIT, ManifoldAdam
+from lipnext_scale.optim.slow_weights import local_part
+from lipnext_scale.parallel.ownership import assign_owners, make_buckets, row_range
+from lipnext_scale.parallel.row_exchange import RowExchange
+
+BUCKET_BYTES = 64 << 20
+ALIGNMENT = 64  # numbers: 256 bytes
+
+
+class RowManifoldAdam:
+    """ManifoldAdam for parameters [d, d] of which each rank of `group` holds rows.
+
+    named_parameters: sharded along the first dimension over `group`, the same list on every rank;
+        a plain tensor is taken to be this rank's rows.
+    return_dtype: of the rows on the wire; bfloat16 loses nothing where that is what computes.
+    bucket_bytes: of an owner's matrices that are exchanged together; at least one matrix is.
+
+    The owners start with X = I: `initialise`, or loading into `owned` and `rows_from_owners`, comes
+    before anything else. These, `step`, `retract` and `slow_weights` are collective over `group`.
+    """
+
+    def __init__(
+        self,
+        named_parameters: list[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup,
+        return_dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = BUCKET_BYTES,
+        **manifold_adam_arguments: Any,
+    ) -> None:
+        self._names = [name for name, _ in named_parameters]
+        self._parameters = [parameter for _, parameter in named_parameters]
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        for name, parameter in named_parameters:
+            _check_rows(name, parameter, ranks, rank)
+        sides = [parameter.shape[-1] for parameter in self._parameters]
+        owners = assign_owners([side**3 for side in sides], ranks)
+        self._buckets = make_buckets(owners, [4 * side**2 for side in sides], ranks, bucket_bytes)
+        device = local_part(self._parameters[0]).device
+        self._own = {
+            index: nn.Parameter(torch.eye(sides[index], device=device))
+            for index, owner in enumerate(owners)
+            if owner == rank
+        }
+        # The whole matrices of this rank: X, or Xslow inside `slow_weights()`.
+        self.owned = {self._names[index]: x for index, x in self._own.items()}
+        # A group of its own, for torch refuses an empty list, and a rank may own nothing.
+        self._inner = ManifoldAdam([{"params": [*self.owned.items()]}], **manifold_adam_arguments)
+        self.param_groups = self._inner.param_groups
+        self._exchange = RowExchange(sides, owners, group, device, return_dtype)
+        self._gradients = torch.empty(self._largest_part(), device=device)
+        self._rows_are_current = False
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move every matrix that has a gradient: on all ranks the same ones."""
+        self._require_current_rows("step()")
+        moving = [[m for m in b if self._parameters[m].grad is not None] for b in self._buckets]
+        buckets = [bucket for bucket in moving if bucket]
+        if not buckets:
+            return
+        failed: list[int] = []
+        self._post_gradients(buckets[0])
+        for index, bucket in enumerate(buckets):
+            if index + 1 < len(buckets):
+                self._post_gradients(buckets[index + 1])
+            self._exchange.finish_to_owners()
+            moved = bool(failed) or self._move(bucket)
+            self._post_rows(bucket, failed=not moved)
+            if index > 0:
+                failed += self._exchange.finish_to_shards()
+        failed += self._exchange.finish_to_shards()
+        if failed:
+            raise FloatingPointError(f"the update of {self._one_of(failed)} is not finite")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self._parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                local_part(parameter.grad).zero_()
+
+    @torch.no_grad()
+    def retract(self) -> None:
+        """X ← polar(X); Xslow ← X; B ← 0, for every matrix; the rows follow."""
+        self._require_current_rows("retract()")
+        self._inner.retract()
+        self._return_rows()
+
+    @contextmanager
+    def slow_weights(self) -> Iterator[None]:
+        """Inside, the parameters hold rows of the slow weights; the fast return.
+
+        After an exception the rows are left as they are, for other ranks may not have met it and
+        nobody must wait for them; only `rows_from_owners` is possible then.
+        """
+        self._require_current_rows("slow_weights()")
+        with self._inner.slow_weights():
+            self._rows_are_current = False
+            self._return_rows()
+            yield
+        self._return_rows()
+        self._rows_are_current = True
+
+    @torch.no_grad()
+    def initialise(self, fill: Callable[[str, Tensor], None]) -> None:
+        """Fill every X by its name at its owner, forget all state, and give each rank its rows."""
+        self._inner.require_fast_weights("initialise()")
+        self._inner.state.clear()
+        wrong = []
+        for index, x in self._own.items():
+            fill(self._names[index], x.detach())
+            # Written so that a matrix with NaN is wrong too.
+            if not orthogonality_error(x.detach()).item() < INITIAL_ORTHOGONALITY_LIMIT:
+                wrong.append(index)
+        failed = self._return_rows(wrong)
+        if failed:
+            raise ValueError(f"{self._one_of(failed)} is not orthogonal as it was filled")
+        self._rows_are_current = True
+
+    def rows_from_owners(self) -> None:
+        """Refresh all rows from the owners' X, after these were loaded."""
+        self._inner.require_fast_weights("rows_from_owners()")
+        self._return_rows()
+        self._rows_are_current = True
+
+    def initialise_state(self) -> None:
+        """Make the state of all matrices owned here: something to load a checkpoint into."""
+        self._inner.require_fast_weights("initialise_state()")
+        self._inner.initialise_state()
+
+    def set_step(self, step: int) -> None:
+        """Say how many steps the state has seen, after it was loaded from a checkpoint."""
+        self._inner.set_step(step)
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """The state of a matrix owned here, as ManifoldAdam keeps it; empty before its first step.
+
+        Its tensors may be read and written in place.
+        """
+        self._inner.require_fast_weights("state_of()")
+        return self._inner.state[self.owned[name]]
+
+    def _post_gradients(self, bucket: list[int]) -> None:
+        gradients = {}
+        for matrix in bucket:
+            gradient = self._parameters[matrix].grad
+            assert gradient is not None
+            gradients[matrix] = local_part(gradient)
+        self._exchange.post_to_owners(bucket, gradients, self._whole_gradients(bucket))
+
+    def _move(self, bucket: list[int]) -> bool:
+        """The step of this rank's matrices of a bucket; False if their update is not finite."""
+        gradients = self._whole_gradients(bucket)
+        for matrix, gradient in gradients.items():
+            self._own[matrix].grad = gradient
+        try:
+            self._inner.step()
+        except FloatingPointError:
+            return False
+        finally:
+            for matrix in gradients:
+                self._own[matrix].grad = None
+        return True
+
+    def _post_rows(self, bucket: list[int], failed: bool) -> None:
+        shards = {matrix: local_part(self._parameters[matrix]) for matrix in bucket}
+        wholes = {matrix: self._own[matrix].detach() for matrix in self._part(bucket)}
+        self._exchange.post_to_shards(bucket, wholes, shards, failed)
+
+    @torch.no_grad()
+    def _return_rows(self, wrong: Collection[int] = ()) -> list[int]:
+        """Fill all shards from the owners' matrices; returns those that an owner calls wrong."""
+        failed: list[int] = []
+        for index, bucket in enumerate(self._buckets):
+            self._post_rows(bucket, failed=any(matrix in wrong for matrix in bucket))
+            if index > 0:
+                failed += self._exchange.finish_to_shards()
+        return failed + self._exchange.finish_to_shards()
+
+    def _part(self, bucket: list[int]) -> list[int]:
+        """The matrices of a bucket that this rank owns."""
+        return [matrix for matrix in bucket if matrix in self._own]
+
+    def _whole_gradients(self, bucket: list[int]) -> dict[int, Tensor]:
+        """Where the gradients of this rank's part of a bucket are put together.
+
+        One memory for all buckets: a bucket's gradients have been used when the next are unpacked.
+        """
+        views, start = {}, 0
+        for matrix in self._part(bucket):
+            x = self._own[matrix]
+            views[matrix] = self._gradients[start : start + x.numel()].view(x.shape)
+            start += _aligned(x.numel())
+        return views
+
+    def _largest_part(self) -> int:
+        """The most numbers that this rank's part of a bucket takes."""
+        parts = [self._part(bucket) for bucket in self._buckets]
+        return max(sum(_aligned(self._own[matrix].numel()) for matrix in part) for part in parts)
+
+    def _one_of(self, matrices: list[int]) -> str:
+        names = [self._names[matrix] for matrix in matrices]
+        return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+
+    def _require_current_rows(self, what: str) -> None:
+        self._inner.require_fast_weights(what)
+        assert self._rows_are_current, f"{what} before initialise() or rows_from_owners()"
+
+
+def _aligned(numbers: int) -> int:
+    """Room for so many that the next tensor starts where an allocation of its own might.
+
+    Matrix products are faster there, and they round as those of a tensor of its own do.
+    """
+    return -(-numbers // ALIGNMENT) * ALIGNMENT
+
+
+def _check_rows(name: str, parameter: Tensor, ranks: int, rank: int) -> None:
+    """The parameter is a square matrix whose rows lie where the owner will look for them."""
+    assert parameter.dim() == 2, f"{name} has shape {tuple(parameter.shape)}, not [d, d]"
+    side = parameter.shape[1]
+    if isinstance(parameter, DTensor):
+        *outer, last = parameter.placements
+        mesh = parameter.device_mesh
+        assert parameter.shape[0] == side, f"{name} has shape {tuple(parameter.shape)}, not [d, d]"
+        assert last == Shard(0) and all(placement.is_replicate() for placement in outer), (
+            f"{name} has placements {parameter.placements}, not [.., Shard(0)]"
+        )
+        assert (mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)) == (ranks, rank), (
+            f"{name} is not sharded over the group it is exchanged in"
+        )
+    start, stop = row_range(side, ranks, rank)
+    rows = local_part(parameter)
+    assert rows.shape == (stop - start, side), (
+        f"{name}: rank {rank} of {ranks} holds {tuple(rows.shape)}, not rows {start} to {stop}"
+    )
+    assert not rows.is_meta, f"{name} is on the meta device"
