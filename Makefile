@@ -41,6 +41,7 @@ lint: env
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.manifold_step
 	$(BIN)/python -m benchmarks.block
+	$(BIN)/python -m benchmarks.sharded_step
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

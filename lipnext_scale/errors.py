@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import NoReturn, ParamSpec
@@ -41,14 +42,11 @@ def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
         try:
             main(*args, **kwargs)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+            _end_with(f"error: {error}", 2)
         except RunFailed as error:
-            print(f"failed: {error}", file=sys.stderr)
-            sys.exit(1)
+            _end_with(f"failed: {error}", 1)
         except Stopped as stopped:
-            print(stopped, file=sys.stderr)
-            sys.exit(128 + stopped.number)
+            _end_with(str(stopped), 128 + stopped.number)
         except BrokenPipeError:  # the reader of our output has gone; say nothing more to it
             sys.stdout = open(os.devnull, "w")
             sys.exit(1)
@@ -57,3 +55,17 @@ def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
             sys.exit(130)
 
     return wrapped
+
+
+def _end_with(message: str, code: int) -> NoReturn:
+    """Say why, and leave.
+
+    Of several processes all usually meet the same error. The first one speaks; a launcher then ends
+    the others. One that is still there after two seconds met an error of its own, and says so.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank > 0:
+        time.sleep(2)
+        message = f"rank {rank}: {message}"
+    print(message, file=sys.stderr, flush=True)
+    sys.exit(code)

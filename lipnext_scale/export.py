@@ -1,6 +1,7 @@
-"""Export a run's slow weights to one safetensors file.
+"""Export a run's slow weights: one safetensors file, or a directory of that and a config.json.
 
     python -m lipnext_scale.export --run runs/digits --out digits.safetensors
+    python -m lipnext_scale.export --run runs/digits --out exports/digits
 
 `lipnext_scale.weights` says what is in the file.
 """
@@ -9,17 +10,20 @@ from pathlib import Path
 
 from lipnext_scale.errors import ArgumentParser, UserError, command
 from lipnext_scale.run_directory import RunDirectory
-from lipnext_scale.weights import load_run_model, save_export
+from lipnext_scale.weights import SUFFIX, load_run_model, save_export
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="lipnext_scale.export", description="Export a run's slow weights.")
     parser.add_argument("--run", required=True, help="run directory")
-    parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
+    parser.add_argument("--out", type=Path, required=True, help="NAME.safetensors, or a directory")
     arguments = parser.parse_args(argv)
-    if not arguments.out.name or arguments.out.is_dir():
-        raise UserError(f"--out {arguments.out}: must name a file")
+    is_file = arguments.out.suffix == SUFFIX
+    if not arguments.out.name or (is_file and arguments.out.is_dir()):
+        raise UserError(f"--out {arguments.out}: must name a file or a directory to write")
+    if not is_file and arguments.out.is_file():
+        raise UserError(f"--out {arguments.out}: is a file; a file to write ends in {SUFFIX}")
     model = load_run_model(RunDirectory(arguments.run))
     try:
         save_export(model, arguments.out)

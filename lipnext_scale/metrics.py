@@ -53,12 +53,22 @@ def _lines(path: Path) -> list[str]:
 
 
 class Progress:
-    """A bar on a terminal; in a log plain lines, at most one every `log_seconds` (0: none)."""
+    """A bar on a terminal; in a log plain lines, at most one every `log_seconds` (0: none).
+
+    silent: show nothing, as all processes but the first.
+    """
 
     def __init__(
-        self, total: int, done: int = 0, unit: str = "step", title: str = "", log_seconds: float = 0
+        self,
+        total: int,
+        done: int = 0,
+        unit: str = "step",
+        title: str = "",
+        log_seconds: float = 0,
+        silent: bool = False,
     ) -> None:
-        self._terminal = sys.stderr.isatty()
+        self._silent = silent
+        self._terminal = sys.stderr.isatty() and not silent
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -85,6 +95,8 @@ class Progress:
             )
 
     def say(self, line: str) -> None:
+        if self._silent:
+            return
         if self._terminal:
             self._bar.write(line)
         else:

@@ -18,6 +18,8 @@ class RunConfig:
 
     dir: str
     seed: int = 0
+    # Start from the weights of this export instead of random ones.
+    init_from: str = ""
     # Stop after so many optimizer steps in all; the schedule stays as it is. 0: go to the end.
     max_steps: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -26,12 +28,25 @@ class RunConfig:
     eval_every: int = 10
     # Steps between checkpoints beside the last one; 0: only the last.
     checkpoint_every: int = 500
+    # The newest so many checkpoints stay, and every one whose step is a multiple of keep_every.
     keep_checkpoints: int = 2
+    keep_every: int = 0
+    # Go on training while a checkpoint is written.
+    async_checkpoint: bool = True
+    # Steps between measurements of traffic and memory, from the second on; 0: never.
+    measure_every: int = 1000
 
     def __post_init__(self) -> None:
         if not self.dir.strip() or "\0" in self.dir:
             raise ConfigError("dir", self.dir, "must name a directory")
-        for key in ("seed", "max_steps", "eval_every", "checkpoint_every"):
+        for key in (
+            "seed",
+            "max_steps",
+            "eval_every",
+            "checkpoint_every",
+            "keep_every",
+            "measure_every",
+        ):
             if getattr(self, key) < 0:
                 raise ConfigError(key, getattr(self, key), "must be at least 0")
         if self.seed >= 2**63:
@@ -41,8 +56,8 @@ class RunConfig:
                 raise ConfigError(key, getattr(self, key), "must be at least 1")
 
 
-# What may differ between a run and its continuation: it changes the result not at all, or (device)
-# by rounding alone.
+# What may differ between a run and its continuation: it changes the result not at all, or (device,
+# model.blocks_per_bank, most of parallel) by rounding alone.
 CHANGEABLE = {
     "run.dir",
     "run.max_steps",
@@ -51,6 +66,20 @@ CHANGEABLE = {
     "run.eval_every",
     "run.checkpoint_every",
     "run.keep_checkpoints",
+    "run.keep_every",
+    "run.async_checkpoint",
+    "run.measure_every",
+    "model.blocks_per_bank",
+    "parallel.accumulation",
+    "parallel.compile",
+    "parallel.engine",
+    "parallel.prefetch",
+    "parallel.recompute_activations",
+    "parallel.reduce_every_part",
+    "parallel.reshard_after_forward",
+    "parallel.row_bucket_mb",
+    "parallel.shard_size",
+    "parallel.weight_layout",
     "data.memory_limit_gb",
 }
 

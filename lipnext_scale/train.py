@@ -1,6 +1,8 @@
 """Train a model: parse, build, run.
 
     python -m lipnext_scale.train --config configs/digits.yaml [section.key=value ...]
+    torchrun --nproc-per-node 8 -m lipnext_scale.train --config configs/imagenet_1b.yaml
+    accelerate launch --num_processes 8 -m lipnext_scale.train --config configs/imagenet_1b.yaml
 
 A run directory that holds a checkpoint is continued from it, exactly.
 """
@@ -30,7 +32,9 @@ def main(argv: list[str] | None = None) -> None:
         print(configuration.dump(recipe), end="")
         return
     keep_freed_memory()
-    Trainer(recipe).run()
+    trainer = Trainer(recipe)
+    trainer.run()
+    trainer.close()
 
 
 if __name__ == "__main__":

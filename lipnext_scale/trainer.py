@@ -1,23 +1,27 @@
 """The training loop: data → model → loss → engine → optimizers, and what happens between steps."""
 
 import time
+from signal import Signals
 
 import torch
 from torch import Tensor
 
-from lipnext_scale.certify.radius import evaluate_radii
-from lipnext_scale.checkpoint import latest_checkpoint, load_checkpoint, restore, save_checkpoint
+from lipnext_scale.certify.radius import nominal_radii
 from lipnext_scale.config import ConfigError
-from lipnext_scale.data import Batch, Loader, MemoryLoader, read_samples
+from lipnext_scale.data import Batch, Loader, MemoryLoader, Samples, rank_share, read_samples
 from lipnext_scale.errors import RunFailed, Stopped, UserError
 from lipnext_scale.losses import class_distances, compute_loss, training_radius
 from lipnext_scale.metrics import Metrics, Progress
 from lipnext_scale.models import LipNeXt
-from lipnext_scale.optim import Optimizers
+from lipnext_scale.optim import Optimizers, local_part
 from lipnext_scale.parallel import build_engine
+from lipnext_scale.parallel.measuring import StepMeasurement
 from lipnext_scale.recipe import Recipe
 from lipnext_scale.run_directory import RunDirectory
+from lipnext_scale.run_state import RunState
 from lipnext_scale.stopping import StopWish, stop_wishes
+
+EVALUATION_BATCH = 512
 
 
 class Trainer:
@@ -31,22 +35,44 @@ class Trainer:
         for key, samples in (("data.train", train), ("data.test", self.test)):
             model = recipe.model
             samples.require_fits(key, model.image_size, model.in_channels, model.num_classes)
-        self.loader: Loader = MemoryLoader(train, recipe.data, recipe.run.seed)
-        self.engine = build_engine(recipe.parallel, choose_device(recipe.run.device))
+        self.engine = build_engine(recipe.parallel, recipe.run.device)
+        self.processes = self.engine.processes
+        self.loader: Loader = self._build_loader(train)
         self.model = self._build_model()
-        self.optimizers = Optimizers(self.model, recipe.optim)
+        self.optimizers = Optimizers(self.model, recipe.optim, self.engine.manifold_optimizer)
         self.directory = RunDirectory(recipe.run.dir)
-        self.directory.open_for(recipe)
-        self.step = 0
-        self._resume()
+        self.processes.first_does(lambda: self.directory.open_for(recipe))
+        self.state = RunState(
+            self.directory.checkpoints, recipe.run, self.engine, self.model, self.optimizers
+        )
+        self.wish = StopWish()
+        self.stop_signal: Signals | None = None
+        self.step = self.state.resume(self.loader)
+        if self.step and self.is_first:
+            print(f"continuing {self.directory.path} from step {self.step}")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that speaks and writes for all."""
+        return self.processes.rank == 0
+
+    def _build_loader(self, samples: Samples) -> Loader:
+        data, parts = self.recipe.data, self.recipe.parallel.accumulation
+        if data.batch_size % (parts * self.processes.world_size):
+            raise ConfigError(
+                "data.batch_size",
+                data.batch_size,
+                f"must be a multiple of {self.processes.world_size} processes times "
+                f"parallel.accumulation = {parts}",
+            )
+        rank, world_size = self.processes.rank, self.processes.world_size
+        return MemoryLoader(samples, data, self.recipe.run.seed, rank, world_size)
 
     def _build_model(self) -> LipNeXt:
-        """The model on its device, with its initial weights."""
+        """The model on its processes, with its initial weights."""
         config = self.recipe.model
         try:
-            with torch.device("meta"):
-                model = LipNeXt(config)
-            return self.engine.prepare(model, self.recipe.run.seed)
+            return self.engine.build(config, self.recipe.run.seed)
         except RuntimeError as error:
             # What the allocators say: "can't allocate memory", "out of memory", "overflowed".
             if not any(word in str(error) for word in ("memory", "overflow")):
@@ -70,39 +96,63 @@ class Trainer:
     def run(self) -> None:
         run = self.recipe.run
         if self.step >= self.last_step:
-            print(f"{run.dir}: already at step {self.step} of {self.last_step}; nothing to train")
+            self._say(f"{run.dir}: already at step {self.step} of {self.last_step}: nothing to do")
             return
+        metrics = self._open_metrics()
+        self._say(self._introduction())
+        progress = Progress(self.last_step, self.step, title="train", silent=not self.is_first)
         try:
-            metrics = Metrics(self.directory.metrics, self.directory.tensorboard, self.step)
-        except OSError as error:
-            raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
-        print(self._introduction(), flush=True)
-        progress = Progress(self.last_step, self.step, title="train")
-        try:
-            with stop_wishes() as wish:
-                self._loop(metrics, progress, wish)
+            with stop_wishes() as self.wish, self.state.finishing():
+                self._loop(metrics, progress)
         except OSError as error:
             where = error.filename or run.dir
             raise RunFailed(f"step {self.step}: {where}: {error.strerror}") from None
         finally:
             progress.close()
-            metrics.close()
-        print(f"{run.dir}: at step {self.step} of {self.total_steps}", flush=True)
+            if metrics is not None:
+                metrics.close()
+        self._say(f"{run.dir}: at step {self.step} of {self.total_steps}")
+
+    def close(self) -> None:
+        """Leave the other processes."""
+        self.processes.close()
+
+    def _open_metrics(self) -> Metrics | None:
+        """The first rank's; the others have none."""
+
+        def open_on_first() -> None:
+            try:
+                opened.append(
+                    Metrics(self.directory.metrics, self.directory.tensorboard, self.step)
+                )
+            except OSError as error:
+                raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
+
+        opened: list[Metrics] = []
+        self.processes.first_does(open_on_first)
+        return opened[0] if opened else None
+
+    def _say(self, line: str) -> None:
+        if self.is_first:
+            print(line, flush=True)
 
     def _introduction(self) -> str:
-        model = self.recipe.model
+        model, count = self.recipe.model, self.processes.world_size
         others = sum(p.numel() for p in self.model.parameters()) - model.bank_parameters
+        places = f"{count} × {self.processes.device.type}" if count > 1 else self.processes.device
         return (
             f"LipNeXt L{model.depth}W{model.width} ({model.parametrisation}): "
             f"{model.bank_parameters:,} orthogonal and {others:,} other parameters on "
-            f"{self.engine.device}, {self.total_steps} steps, into {self.recipe.run.dir}"
+            f"{places} ({self.engine.describe()}), {self.total_steps} steps, "
+            f"into {self.recipe.run.dir}"
         )
 
-    def _loop(self, metrics: Metrics, progress: Progress, wish: StopWish) -> None:
+    def _loop(self, metrics: Metrics | None, progress: Progress) -> None:
         run = self.recipe.run
         clock, timed_from = time.perf_counter(), self.step
         for batch in self.loader:
-            values = self.train_step(batch)
+            with StepMeasurement(self.engine, self.optimizers, self._measure_now()) as measured:
+                values = self.train_step(batch)
             progress.advance()
             done = self.step == self.last_step
             due = self.step % run.log_every == 0 or self.step == self.total_steps
@@ -110,22 +160,34 @@ class Trainer:
                 rate = (self.step - timed_from) / (time.perf_counter() - clock)
                 clock, timed_from = time.perf_counter(), self.step
                 told = {name: float(value) for name, value in values.items()}
-                told["images_per_second"] = rate * len(batch.labels)
-                if due:  # a stop in between leaves no trace in the metrics
+                told["images_per_second"] = rate * self.recipe.data.batch_size
+                if due and metrics is not None:  # a stop in between leaves no trace in the metrics
                     metrics.write(self.step, told)
                 progress.say(self._line(batch, told))
+            if measured.values and metrics is not None:
+                metrics.write(self.step, measured.values)
             if batch.last_of_epoch and self._evaluation_is_due(batch.epoch):
                 scores = self.evaluate()
-                metrics.write(self.step, scores)
+                if metrics is not None:
+                    metrics.write(self.step, scores)
                 progress.say("  " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items()))
-            regular = run.checkpoint_every and self.step % run.checkpoint_every == 0
-            if done or regular or wish.signal:
-                self.save()
-            if wish.signal and not done:
-                told_by = f"{wish.signal.name} at step {self.step}: saved"
-                raise Stopped(wish.signal, f"{told_by}; the same command continues {run.dir}")
+            self._save_or_stop(done)
             if done:
                 return
+
+    def _measure_now(self) -> bool:
+        every = self.recipe.run.measure_every
+        return bool(every) and (self.step == 1 or (self.step + 1) % every == 0)
+
+    def _save_or_stop(self, done: bool) -> None:
+        run, signal = self.recipe.run, self.stop_signal
+        regular = run.checkpoint_every and self.step % run.checkpoint_every == 0
+        if done or regular or signal:
+            self.save()
+        if signal and not done:
+            self.state.wait()
+            told_by = f"{signal.name} at step {self.step}: saved"
+            raise Stopped(signal, f"{told_by}; the same command continues {run.dir}")
 
     def train_step(self, batch: Batch) -> dict[str, float | Tensor]:
         """One optimizer step on one batch; after an epoch's last one, the polar retraction."""
@@ -134,36 +196,53 @@ class Trainer:
             self.step, self.total_steps, round(optim.warmup_epochs * steps)
         )
         epsilon = training_radius(self.recipe.loss, self.step / steps, optim.epochs)
-        images = to_unit_range(batch.images, self.engine.device)
-        labels = batch.labels.to(self.engine.device)
+        images = to_unit_range(batch.images, self.processes.device)
+        labels = batch.labels.to(self.processes.device)
 
         self.optimizers.zero_grad()
-        logits = self.model(images)
-        distances = class_distances(self.model.head.normalized_weight())
-        loss = compute_loss(self.recipe.loss, logits, labels, distances, epsilon)
-        self.engine.backward(loss)
-        norm = self.engine.gradient_norm(self.model)
+        loss, accuracy = self._gradients(images, labels, epsilon)
+        norm = self.engine.gradient_norm()
+        loss, accuracy = self._over_all_ranks(loss, accuracy)
         self._require_finite(loss, norm)
-        self.engine.clip_gradients(self.model, optim.clip_norm, norm)
+        self.engine.clip_gradients(optim.clip_norm, norm)
         self._update()
         self.step += 1
         if batch.last_of_epoch:
             self.optimizers.retract()
-        accuracy = (logits.argmax(1) == labels).float().mean()
         return {
-            "train/loss": loss.detach(),
+            "train/loss": loss,
             "train/accuracy": accuracy,
             "train/gradient_norm": norm,
             "train/lr": lr,
             "train/epsilon": epsilon,
         }
 
+    def _gradients(self, images: Tensor, labels: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """Forward and backward passes, part by part; this rank's mean loss and accuracy."""
+        parts = self.recipe.parallel.accumulation
+        losses, hits = [], []
+        for index, (x, y) in enumerate(zip(images.chunk(parts), labels.chunk(parts), strict=True)):
+            logits, weight = self.engine.forward(x, last=index + 1 == parts)
+            loss = compute_loss(self.recipe.loss, logits, y, class_distances(weight), epsilon)
+            self.engine.backward(loss / parts)
+            losses.append(loss.detach())
+            hits.append((logits.detach().argmax(1) == y).float().mean())
+        return torch.stack(losses).mean(), torch.stack(hits).mean()
+
+    def _over_all_ranks(self, loss: Tensor, accuracy: Tensor) -> tuple[Tensor, Tensor]:
+        """Their means over ranks, and the wish to stop if any rank has one: all act on it alike."""
+        wish = torch.full_like(loss, self.wish.signal or 0)
+        told = self.processes.gather(torch.stack([loss, accuracy, wish]))
+        number = int(told[:, 2].max())
+        self.stop_signal = Signals(number) if number else None
+        return told[:, 0].mean(), told[:, 1].mean()
+
     def _update(self) -> None:
         try:
             self.optimizers.step()
         except FloatingPointError as error:
             raise RunFailed(
-                f"step {self.step + 1}: {error}; the matrices were not moved; lower optim.lr"
+                f"step {self.step + 1}: {error}; lower optim.lr; the last checkpoint is whole"
             ) from None
 
     def _require_finite(self, loss: Tensor, norm: Tensor) -> None:
@@ -173,8 +252,14 @@ class Trainer:
         where = f"step {self.step + 1}"
         if not torch.isfinite(loss):
             raise RunFailed(f"{where}: the loss is {loss.item()}; the weights were not updated")
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and not parameter.grad.isfinite().all():
+        bad = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and not local_part(parameter.grad).isfinite().all()
+        ]
+        anywhere = {name for names in self.processes.gather_objects(bad) for name in names}
+        for name, _ in self.model.named_parameters():
+            if name in anywhere:
                 raise RunFailed(
                     f"{where}: the gradient of {name} is not finite; the weights were not updated"
                 )
@@ -188,13 +273,22 @@ class Trainer:
         A quick look while training; the certificate itself comes from lipnext_scale.certify, which
         bounds K from the stored weights.
         """
-        with self.optimizers.slow_weights():
-            labels, radii = evaluate_radii(self.model, self.test.images, lipschitz=1.0)
-        correct = labels == self.test.labels
-        certified = correct & (radii >= self.recipe.loss.epsilon)
+        ids, real = rank_share(len(self.test), self.processes.rank, self.processes.world_size)
+        counts = torch.zeros(2, dtype=torch.float64)
+        with self.optimizers.slow_weights(), torch.no_grad():
+            for chosen, counted in zip(
+                ids.split(EVALUATION_BATCH), real.split(EVALUATION_BATCH), strict=True
+            ):
+                images = to_unit_range(self.test.images[chosen], self.processes.device)
+                labels, radii = nominal_radii(*self.engine.forward(images))
+                correct = (labels.cpu() == self.test.labels[chosen]) & counted
+                certified = correct & (radii.cpu() >= self.recipe.loss.epsilon)
+                counts += torch.stack([correct.sum(), certified.sum()])
+            self.engine.weights_changed()
+        clean, cra = self.processes.gather(counts.to(self.processes.device)).sum(0).tolist()
         return {
-            "test/clean_accuracy": correct.double().mean().item(),
-            "test/nominal_cra": certified.double().mean().item(),
+            "test/clean_accuracy": clean / len(self.test),
+            "test/nominal_cra": cra / len(self.test),
         }
 
     def _evaluation_is_due(self, epoch: int) -> bool:
@@ -211,36 +305,9 @@ class Trainer:
         )
 
     def save(self) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
-            "loader": self.loader.state_dict(),
-            "rng": torch.get_rng_state(),
-        }
-        keep = self.recipe.run.keep_checkpoints
-        save_checkpoint(self.directory.checkpoints, self.step, state, keep)
-
-    def _resume(self) -> None:
-        path = latest_checkpoint(self.directory.checkpoints)
-        if path is None:
-            return
-        state = load_checkpoint(path)
-        restore(path, self.model, state["model"])
-        restore(path, self.optimizers, state["optimizers"])
-        self.loader.load_state_dict(state["loader"])
-        torch.set_rng_state(state["rng"])
-        self.step = state["step"]
-        print(f"continuing {self.directory.path} from step {self.step}")
+        self.state.save(self.step, self.loader)
 
 
 def to_unit_range(images: Tensor, device: torch.device) -> Tensor:
     """uint8 → float32 in [0, 1], converted on the device."""
     return images.to(device, non_blocking=True).float().div_(255)
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device", name, "no GPU is visible here; use cpu or auto")
-    return torch.device(name)

@@ -1,13 +1,16 @@
 """Weights outside a run: exports with stable names, and the model that a run or an export holds.
 
-An export is one safetensors file under names that only the model decides: blocks.{i}.R,
-blocks.{i}.M (product) or blocks.{i}.W (merged), blocks.{i}.bias, blocks.{i}.pos, head.weight,
-head.bias. Its metadata has the architecture as JSON, `model`.
+An export is one safetensors file under the stable names of `models.naming`, whose metadata has the
+architecture as JSON, `model`; or a directory of such a file, model.safetensors, and config.json,
+which has the architecture for people and tools.
 """
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,68 +18,118 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lipnext_scale import config as configuration
-from lipnext_scale.checkpoint import latest_checkpoint, load_checkpoint, restore
+from lipnext_scale.checkpoint import (
+    Piece,
+    Pieces,
+    latest_checkpoint,
+    load_pieces,
+    stored_shapes,
+    verify_checkpoint,
+)
 from lipnext_scale.errors import UserError
 from lipnext_scale.files import write_atomically
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
-from lipnext_scale.optim import Optimizers
+from lipnext_scale.models.naming import named_parts
 from lipnext_scale.run_directory import RunDirectory
+
+SUFFIX = ".safetensors"
+WEIGHTS = f"model{SUFFIX}"
+CONFIG = "config.json"
 
 
 def stable_parameters(model: LipNeXt) -> dict[str, Tensor]:
     """Views of all parameters by stable name, whatever the grouping into banks."""
-    second = "M" if model.config.parametrisation == "product" else "W"
-    named: dict[str, Tensor] = {}
-    for group in model.block_groups():
-        for index in range(group.count):
-            block = f"blocks.{group.first + index}"
-            named[f"{block}.R"] = group.bank[2 * index]
-            named[f"{block}.{second}"] = group.bank[2 * index + 1]
-            named[f"{block}.bias"] = group.bias[index]
-            if group.pos is not None:
-                named[f"{block}.pos"] = group.pos[index]
-    named["head.weight"], named["head.bias"] = model.head.weight, model.head.bias
-    return named
+    return {part.name: part.of(part.parameter) for part in named_parts(model)}
 
 
 def save_export(model: LipNeXt, path: Path) -> None:
+    """To one file NAME.safetensors, or to any other name as a directory of the two files."""
     tensors = {
         name: tensor.detach().cpu().contiguous().clone()
         for name, tensor in stable_parameters(model).items()
     }
     # How blocks are grouped into banks is not part of the function.
-    plain = dataclasses.replace(model.config, blocks_per_bank=0)
-    content = save(tensors, metadata={"model": json.dumps(configuration.to_dict(plain))})
-    write_atomically(path, content)
+    plain = configuration.to_dict(dataclasses.replace(model.config, blocks_per_bank=0))
+    content = save(tensors, metadata={"model": json.dumps(plain)})
+    if path.suffix == SUFFIX:
+        write_atomically(path, content)
+    else:
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomically(path / WEIGHTS, content)
+        write_atomically(path / CONFIG, json.dumps({"model": plain}, indent=2).encode())
+
+
+def is_export(path: Path) -> bool:
+    return path.is_file() or (path / WEIGHTS).is_file()
+
+
+@contextmanager
+def open_export(path: Path) -> Iterator[tuple[LipNeXtConfig, Any]]:
+    """(architecture, safetensors file) of an export; whatever is wrong with it is a UserError."""
+    weights = path / WEIGHTS if path.is_dir() else path
+    try:
+        file = safe_open(weights, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{weights}: is not a readable export: {error}") from None
+    with file:
+        metadata = file.metadata() or {}
+        if "model" not in metadata:
+            raise UserError(
+                f"{weights}: is not an export of lipnext_scale (no `model` in its metadata)"
+            )
+        try:
+            described = json.loads(metadata["model"])
+            config = configuration.from_dict(LipNeXtConfig, described, "model")
+        except ValueError as error:
+            raise UserError(f"{weights}: its architecture cannot be built: {error}") from None
+        if path.is_dir():
+            _require_same_config(path / CONFIG, described)
+        yield config, file
+
+
+def _require_same_config(path: Path, described: Any) -> None:
+    """config.json is for people; one that speaks of another model is not this export's."""
+    try:
+        written = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if written != {"model": described}:
+        raise UserError(f"{path}: describes another model than {WEIGHTS} beside it")
 
 
 @torch.no_grad()
 def load_export(path: Path) -> LipNeXt:
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: is not a readable export: {error}") from None
-    if "model" not in metadata:
-        raise UserError(f"{path}: is not an export of lipnext_scale (no `model` in its metadata)")
-    try:
-        config = configuration.from_dict(LipNeXtConfig, json.loads(metadata["model"]), "model")
-        model = empty_model(config)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: its architecture cannot be built: {error}") from None
-    parameters = stable_parameters(model)
-    if set(parameters) != set(tensors):
-        odd = sorted(set(parameters) ^ set(tensors))[0]
-        raise UserError(f"{path}: its tensors do not fit its architecture ({odd})")
-    for name, parameter in parameters.items():
-        if parameter.shape != tensors[name].shape:
-            raise UserError(
-                f"{path}: {name} has shape {tuple(tensors[name].shape)}, "
-                f"the architecture has {tuple(parameter.shape)}"
-            )
-        parameter.copy_(tensors[name])
+    with open_export(path) as (config, file):
+        try:
+            model = empty_model(config)
+        except RuntimeError as error:
+            raise UserError(f"{path}: its architecture cannot be built: {error}") from None
+        parameters = stable_parameters(model)
+        if set(parameters) != set(file.keys()):
+            odd = sorted(set(parameters) ^ set(file.keys()))[0]
+            raise UserError(f"{path}: its tensors do not fit its architecture ({odd})")
+        read_export(path, file, {name: _whole(tensor) for name, tensor in parameters.items()})
     return model
+
+
+@torch.no_grad()
+def read_export(path: Path, file: Any, pieces: Pieces) -> None:
+    """Read pieces by stable name out of an opened export; of each only the rows that it is."""
+    for name, piece in pieces.items():
+        if name not in file.keys():  # noqa: SIM118
+            raise UserError(f"{path}: has no {name}, which this model has")
+        stored = file.get_slice(name)
+        if tuple(stored.get_shape()) != piece.shape:
+            raise UserError(
+                f"{path}: {name} has shape {tuple(stored.get_shape())}, "
+                f"the architecture has {piece.shape}"
+            )
+        rows = slice(piece.offset[0], piece.offset[0] + piece.tensor.shape[0])
+        piece.tensor.copy_(stored[rows])
+
+
+def _whole(tensor: Tensor) -> Piece:
+    return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
 
 
 def load_run_model(directory: RunDirectory) -> LipNeXt:
@@ -85,18 +138,14 @@ def load_run_model(directory: RunDirectory) -> LipNeXt:
     path = latest_checkpoint(directory.checkpoints)
     if path is None:
         raise UserError(f"{directory.path}: has no checkpoint yet")
-    state = load_checkpoint(path)
-    model = empty_model(recipe.model)
-    # The optimizer wants an orthogonal start. What is stored may have drifted: that K will show.
-    with torch.no_grad():
-        for group in model.block_groups():
-            group.bank.copy_(torch.eye(recipe.model.width))
-    optimizers = Optimizers(model, recipe.optim)
-    restore(path, model, state["model"])
-    restore(path, optimizers, state["optimizers"])
-    with optimizers.slow_weights():
-        slow = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(slow)
+    verify_checkpoint(path)
+    model, stored = empty_model(recipe.model), stored_shapes(path)
+    pieces = {}
+    for name, tensor in stable_parameters(model).items():
+        # A frozen weight, or a run without Lookahead, has no slow weights: it is its own.
+        kind = "slow" if f"slow.{name}" in stored else "model"
+        pieces[f"{kind}.{name}"] = _whole(tensor)
+    load_pieces(path, pieces)
     return model
 
 

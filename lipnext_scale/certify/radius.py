@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipnext_scale.certify.lipschitz import lipschitz_bound
+from lipnext_scale.losses import class_distances
 from lipnext_scale.metrics import Progress
 from lipnext_scale.models import LipNeXt
 
@@ -68,9 +69,27 @@ def _radii(
     unit = 2 * (features.shape[1] + 2) * 2.0**-53
     rounding = 2 * unit * (features.norm(dim=1, keepdim=True) + bias.abs().max())
     margins = logits.gather(1, top) - logits - rounding
-    # A class with the same row keeps its margin for ever: x/0 = ±inf. The top class is left out.
-    ratios = (margins / (bound * distances[top.squeeze(1)])).scatter(1, top, float("inf"))
-    return top.squeeze(1), ratios.min(1).values.clamp_min(0)
+    return top.squeeze(1), _smallest_ratio(margins, bound * distances, top)
+
+
+def _smallest_ratio(margins: Tensor, distances: Tensor, top: Tensor) -> Tensor:
+    """min_{j≠top} margin_j / distance_top,j, at least 0.
+
+    A class with the same row keeps its margin for ever: x/0 = ±inf. The top class is left out.
+    """
+    ratios = (margins / distances[top.squeeze(1)]).scatter(1, top, float("inf"))
+    return ratios.min(1).values.clamp_min(0)
+
+
+@torch.no_grad()
+def nominal_radii(logits: Tensor, normalized_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(predicted labels, radii) as if K were 1 and the logits exact: a quick look, no certificate.
+
+    For training runs, in whatever precision they compute.
+    """
+    top = logits.argmax(1, keepdim=True)
+    margins = logits.gather(1, top) - logits
+    return top.squeeze(1), _smallest_ratio(margins, class_distances(normalized_weight), top)
 
 
 @torch.no_grad()

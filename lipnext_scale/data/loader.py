@@ -16,7 +16,7 @@ from lipnext_scale.data.samples import Samples
 
 @dataclass(frozen=True)
 class Batch:
-    """uint8 images [B, C, H, W], labels [B], and where in the training they stand."""
+    """A rank's uint8 images [B, C, H, W], labels [B], and where in the training they stand."""
 
     images: Tensor
     labels: Tensor
@@ -39,15 +39,27 @@ class Loader(Protocol):
 
 
 class MemoryLoader:
-    """A set in memory, shuffled anew each epoch; what does not fill a batch waits for the next."""
+    """A set in memory, shuffled anew each epoch; what does not fill a batch waits for the next.
 
-    def __init__(self, samples: Samples, config: DataConfig, seed: int) -> None:
+    Every rank gets its share of the same global batches, the same whatever the number of ranks.
+    """
+
+    def __init__(
+        self, samples: Samples, config: DataConfig, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
         if len(samples) < config.batch_size:
             raise ConfigError(
                 "data.batch_size",
                 config.batch_size,
                 f"must be at most the {len(samples)} samples of data.train = {config.train!r}",
             )
+        if config.batch_size % world_size:
+            raise ConfigError(
+                "data.batch_size",
+                config.batch_size,
+                f"must be a multiple of the number of processes, {world_size}",
+            )
+        self._rank, self._world_size = rank, world_size
         self._samples, self._config, self._seed = samples, config, seed
         self._epoch, self._step = 0, 0
         self._fingerprint = samples.fingerprint()
@@ -66,8 +78,9 @@ class MemoryLoader:
             self._epoch, self._step = self._epoch + 1, 0
 
     def _batch(self, order: np.ndarray, epoch: int, step: int) -> Batch:
-        size = self._config.batch_size
-        ids = order[step * size : (step + 1) * size]
+        size, share = self._config.batch_size, self._config.batch_size // self._world_size
+        start = step * size + self._rank * share
+        ids = order[start : start + share]
         chosen = torch.from_numpy(ids)
         images = self._samples.images[chosen]
         images = random_crop(images, self._config.crop_padding, self._seed, epoch, ids)
@@ -92,3 +105,14 @@ class MemoryLoader:
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """The permutation of an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+def rank_share(count: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """(sample numbers, whether each counts) of a rank: every sample counts on exactly one.
+
+    All ranks get equally many, so that they make the same passes together: where the samples do not
+    divide evenly the last one is repeated, and does not count.
+    """
+    share = -(-count // world_size)
+    ids = torch.arange(rank, rank + share * world_size, world_size)
+    return ids.clamp(max=count - 1), ids < count

@@ -1,14 +1,36 @@
-"""Engines: how a model is placed on devices, differentiated and clipped."""
+"""Engines: how a model is placed on processes, differentiated and clipped."""
 
-import torch
-
-from lipnext_scale.parallel.engine import Engine, ParallelConfig
+from lipnext_scale.parallel.config import ParallelConfig
+from lipnext_scale.parallel.ddp import DDPEngine
+from lipnext_scale.parallel.engine import Engine
+from lipnext_scale.parallel.fsdp import FSDPEngine
+from lipnext_scale.parallel.pieces import training_pieces
+from lipnext_scale.parallel.processes import Processes
 from lipnext_scale.parallel.single import SingleEngine
 
-__all__ = ["Engine", "ParallelConfig", "SingleEngine", "build_engine"]
+__all__ = [
+    "DDPEngine",
+    "Engine",
+    "FSDPEngine",
+    "ParallelConfig",
+    "Processes",
+    "SingleEngine",
+    "build_engine",
+    "training_pieces",
+]
+
+ENGINES = {engine.name: engine for engine in (SingleEngine, DDPEngine, FSDPEngine)}
 
 
-def build_engine(config: ParallelConfig, device: torch.device) -> Engine:
-    """The engine that the configuration names."""
-    assert config.engine == "single"
-    return SingleEngine(device)
+def build_engine(
+    config: ParallelConfig, device_name: str, local_world_size: int | None = None
+) -> Engine:
+    """The engine that the configuration names, on the processes that were started."""
+    alone = config.engine == "single" or (
+        config.engine == "auto" and config.weight_layout == "bank"
+    )
+    processes = Processes(device_name, alone, local_world_size)
+    name = config.engine
+    if name == "auto":
+        name = "single" if alone and processes.world_size == 1 else "fsdp"
+    return ENGINES[name](config, processes)

@@ -1,34 +1,68 @@
 """The protocol between the trainer and whatever runs the model."""
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from lipnext_scale.models import LipNeXt
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    engine: Literal["single"] = "single"
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.optim import ManifoldOptimizer
+from lipnext_scale.parallel.config import ParallelConfig
+from lipnext_scale.parallel.pieces import OwnedMatrices
+from lipnext_scale.parallel.processes import Processes
 
 
 class Engine(Protocol):
-    device: torch.device
-    rank: int
-    world_size: int
+    """Places a model on the processes of a run, differentiates and clips it."""
 
-    def prepare(self, model: LipNeXt, seed: int) -> LipNeXt:
-        """Take a model built on the meta device; place it and fill its initial weights."""
+    name: str
+    config: ParallelConfig
+    processes: Processes
+    model: LipNeXt
+
+    def describe(self) -> str:
+        """The engine and its choices in a few words."""
         ...
 
-    def backward(self, loss: Tensor) -> None: ...
-
-    def gradient_norm(self, model: nn.Module) -> Tensor:
-        """The global norm of all gradients."""
+    def place(self, config: LipNeXtConfig) -> LipNeXt:
+        """The model as this engine spreads it, on the meta device: shapes without memory."""
         ...
 
-    def clip_gradients(self, model: nn.Module, max_norm: float, norm: Tensor) -> None:
+    def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
+        """A model over the processes with its initial weights, the same for every world size.
+
+        No process ever holds weights that it does not keep.
+        """
+        ...
+
+    def manifold_optimizer(
+        self, named: list[tuple[str, nn.Parameter]], **arguments: Any
+    ) -> ManifoldOptimizer:
+        """ManifoldAdam for the model's orthogonal parameters as this engine lays them out."""
+        ...
+
+    def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
+        """(logits, the head's normalised rows). All processes must call it together.
+
+        last: of the parts that a batch is cut into.
+        """
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add to the gradients; after the last part they are summed parts, averaged over ranks."""
+        ...
+
+    def gradient_norm(self) -> Tensor:
+        """The global norm of all gradients, the same number on every rank."""
+        ...
+
+    def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
         """Scale all gradients, whose global norm is `norm`, to one of at most `max_norm`."""
+        ...
+
+    def weights_changed(self) -> None:
+        """Drop gathered copies of the weights: they were changed by other means than a step."""
+        ...
+
+    def owned_matrices(self) -> OwnedMatrices | None:
+        """Matrices that live whole on one rank while the parameters hold rows (layout row)."""
         ...

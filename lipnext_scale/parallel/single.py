@@ -1,29 +1,97 @@
-"""One process, one device."""
+"""One process, one device; and the base of the engines for several."""
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipnext_scale.models import LipNeXt
+from lipnext_scale.config import ConfigError
+from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
+from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, local_part
+from lipnext_scale.parallel.config import ParallelConfig
+from lipnext_scale.parallel.grouping import choose_group_size
+from lipnext_scale.parallel.pieces import OwnedMatrices
+from lipnext_scale.parallel.processes import Processes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class SingleEngine:
-    rank = 0
-    world_size = 1
+    name = "single"
+    model: LipNeXt
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, config: ParallelConfig, processes: Processes) -> None:
+        self.config, self.processes = config, processes
+        if self.name == "single" and processes.world_size > 1:
+            raise ConfigError(
+                "parallel.engine",
+                config.engine,
+                f"{processes.world_size} processes were started; use fsdp or ddp, or start one",
+            )
 
-    def prepare(self, model: LipNeXt, seed: int) -> LipNeXt:
-        model.to_empty(device=self.device)
-        model.reset_parameters(seed)
+    def describe(self) -> str:
+        return f"{self.name}, {self.config.precision}"
+
+    def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
+        self.model = self.place(config)
+        self.model.to_empty(device=self.processes.device)
+        self.model.reset_parameters(seed)
+        self.network: nn.Module = self.model
+        return self.model
+
+    def place(self, config: LipNeXtConfig) -> LipNeXt:
+        """The model as this engine spreads it, still without memory."""
+        model = self.build_on_meta(config, shards=1)
+        if self.config.precision == "bf16":
+            for group in model.block_groups():
+                group.compute_dtype = torch.bfloat16
         return model
+
+    def build_on_meta(
+        self, config: LipNeXtConfig, shards: int, layout: WeightLayout = "bank"
+    ) -> LipNeXt:
+        """The model with groups for so many shards; recomputing and compiled as configured."""
+        size = choose_group_size(config, shards, layout == "bank")
+        with torch.device("meta"):
+            model = LipNeXt(replace(config, blocks_per_bank=size), layout=layout)
+        for group in model.block_groups():
+            group.recompute = self.config.recompute_activations
+            if self.config.compile:
+                group.compile()
+        return model
+
+    def manifold_optimizer(
+        self, named: list[tuple[str, nn.Parameter]], **arguments: Any
+    ) -> ManifoldOptimizer:
+        return ManifoldAdam(named, **arguments)
+
+    def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
+        return self.network(images, with_head=True)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def gradient_norm(self, model: nn.Module) -> Tensor:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+    def gradient_norm(self) -> Tensor:
+        """In double precision: a norm of 1e20 is large, not infinite."""
+        norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients()]
+        squares = torch.stack(norms).double().square().sum()
+        return self._sum_over_shards(squares).sqrt()
 
-    def clip_gradients(self, model: nn.Module, max_norm: float, norm: Tensor) -> None:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    def _sum_over_shards(self, value: Tensor) -> Tensor:
+        return value
+
+    def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+
+    def _gradients(self) -> list[Tensor]:
+        """This process's parts of the gradients."""
+        return [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
+
+    def weights_changed(self) -> None:
+        pass
+
+    def owned_matrices(self) -> OwnedMatrices | None:
+        return None

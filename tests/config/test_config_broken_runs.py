@@ -7,7 +7,6 @@ where there is one it is the same afterwards to the last byte.
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,53 +52,50 @@ def run_dir_with_a_broken_configuration(tmp: Path, config: str):
 
 def checkpoint_of_a_run(tmp: Path, config: str) -> Path:
     assert run_train("--config", config).code == 0
-    return tmp / "run/checkpoints/step-000000006.pt"
+    return tmp / "run/checkpoints/step-000000006"
+
+
+def weights_of(checkpoint: Path) -> Path:
+    (path,) = checkpoint.glob("*.distcp")
+    return path
 
 
 @CASES.add
 def checkpoint_cut_off(tmp: Path, config: str):
-    path = checkpoint_of_a_run(tmp, config)
+    path = weights_of(checkpoint_of_a_run(tmp, config))
     path.write_bytes(path.read_bytes()[:1000])
-    return ["--config", config], [f"{path}: is not a readable checkpoint"]
+    return ["--config", config], [str(path)]
 
 
 @CASES.add
 def checkpoint_empty(tmp: Path, config: str):
-    path = checkpoint_of_a_run(tmp, config)
+    path = checkpoint_of_a_run(tmp, config) / "facts.json"
     path.write_bytes(b"")
-    return ["--config", config], [f"{path}: is not a readable checkpoint"]
+    return ["--config", config], [str(path)]
 
 
 @CASES.add
 def checkpoint_of_another_program(tmp: Path, config: str):
     path = checkpoint_of_a_run(tmp, config)
-    torch.save({"weights": torch.zeros(3)}, path)
-    return ["--config", config], [f"{path}: is not a checkpoint of format"]
-
-
-@CASES.add
-def checkpoint_that_runs_code(tmp: Path, config: str):
-    path = checkpoint_of_a_run(tmp, config)
-    torch.save({"format": 1, "step": MakesDirectory(str(tmp / "made"))}, path)
-    return ["--config", config], [f"{path}: is not a readable checkpoint"]
+    for file in path.iterdir():
+        file.unlink()
+    torch.save({"weights": torch.zeros(3)}, path / "weights.pt")
+    return ["--config", config], [str(path)]
 
 
 @CASES.add
 def checkpoint_with_a_flipped_bit(tmp: Path, config: str):
-    path = checkpoint_of_a_run(tmp, config)
+    path = weights_of(checkpoint_of_a_run(tmp, config))
     content = bytearray(path.read_bytes())
-    bank = torch.load(path, weights_only=True)["model"]["groups.0.bank"].numpy().tobytes()
-    content[content.index(bank) + 2] ^= 1
+    content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    return ["--config", config], [f"{path}: is damaged: the checksum of "]
+    return ["--config", config], [str(path)]
 
 
 @CASES.add
 def checkpoint_without_the_model(tmp: Path, config: str):
-    path = checkpoint_of_a_run(tmp, config)
-    state = torch.load(path, weights_only=True)
-    del state["model"]
-    torch.save(state, path)
+    path = weights_of(checkpoint_of_a_run(tmp, config))
+    path.unlink()
     return ["--config", config], [str(path)]
 
 
@@ -112,16 +108,6 @@ def run_dir_name_too_long(tmp: Path, config: str):
 @CASES.add
 def model_too_large(tmp: Path, config: str):
     return ["--config", config, "model.width=100000000"], ["model.width = 100000000"]
-
-
-class MakesDirectory:
-    """Unpickled, it makes a directory: code that a hostile file would run."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (self.path,)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -118,7 +118,7 @@ def test_the_table_starts_from_what_works(tmp_path):
     config = prepare(tmp_path)
     outcome = run_train("--config", str(config))
     assert (outcome.code, outcome.err) == (0, "")
-    assert (tmp_path / "run/checkpoints/step-000000006.pt").is_file()
+    assert (tmp_path / "run/checkpoints/step-000000006").is_dir()
 
 
 PLAIN = [name for name, (arguments, _) in VALUES.items() if all(map(is_plain, arguments))]

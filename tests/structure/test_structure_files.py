@@ -58,5 +58,4 @@ def test_every_section_is_a_dataclass_that_checks_itself():
     """Wrong values are refused where they are defined; frozen, so they stay what was checked."""
     for name, kind in sections().items():
         assert dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen, name
-        if name != "parallel":  # choices alone, which the reader checks
-            assert "__post_init__" in vars(kind), name
+        assert "__post_init__" in vars(kind), name

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import torch
 
-from lipnext_scale.checkpoint import latest_checkpoint, load_checkpoint
+from lipnext_scale.checkpoint import (
+    Piece,
+    latest_checkpoint,
+    load_pieces,
+    read_facts,
+    stored_shapes,
+    verify_checkpoint,
+)
 from lipnext_scale.recipe import Recipe, load_recipe
 
 SETTINGS = [
@@ -35,9 +42,17 @@ def small_recipe(directory: Path, *overrides: str) -> Recipe:
 
 
 def final_state(directory: Path) -> dict:
+    """All that the newest checkpoint holds: the facts, and every tensor by name."""
     path = latest_checkpoint(directory / "checkpoints")
     assert path is not None
-    return load_checkpoint(path)
+    verify_checkpoint(path)
+    tensors = {name: torch.empty(shape) for name, shape in stored_shapes(path).items()}
+    load_pieces(path, {name: whole_piece(tensor) for name, tensor in tensors.items()})
+    return {**read_facts(path), **tensors}
+
+
+def whole_piece(tensor: torch.Tensor) -> Piece:
+    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
 def assert_same(one: object, other: object, where: str = "state") -> None:

@@ -56,7 +56,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
     assert capsys.readouterr().err.splitlines() == [
         "failed: step 6: the loss is nan; the weights were not updated"
     ]
-    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-000000004.pt"]
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["latest", "step-000000004"]
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -1,0 +1,157 @@
+"""Weights, gradients and optimizer state sharded by FSDP2; replicated along the other mesh axis.
+
+The order in which things are put on the model, each from outside:
+
+    1. the model on the meta device, in groups that suit the shards; recomputing     (build_on_meta)
+    2. torch.compile of each group: what it compiles knows nothing of shards
+    3. fully_shard of each group and the head, with their mixed precision, then of the root
+    4. prefetching: which groups are gathered while another computes
+    5. memory for the local shards only, and their initial weights
+
+The head computes in float32 whatever the rest does: its margins are what is certified.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, local_part
+from lipnext_scale.parallel.config import ParallelConfig
+from lipnext_scale.parallel.mesh import (
+    REPLICATE,
+    SHARD,
+    build_mesh,
+    choose_shard_size,
+    sharding_mesh,
+)
+from lipnext_scale.parallel.pieces import OwnedMatrices, local_range
+from lipnext_scale.parallel.processes import Processes
+from lipnext_scale.parallel.row_layout import RowManifoldAdam
+from lipnext_scale.parallel.single import DTYPES, SingleEngine
+
+
+class FSDPEngine(SingleEngine):
+    name = "fsdp"
+
+    def __init__(self, config: ParallelConfig, processes: Processes) -> None:
+        super().__init__(config, processes)
+        size = choose_shard_size(
+            config.shard_size, processes.world_size, processes.local_world_size
+        )
+        self.mesh = build_mesh(processes.device.type, processes.world_size, size)
+        self.row_optimizer: RowManifoldAdam | None = None
+
+    def describe(self) -> str:
+        replicas, shards = self.mesh[REPLICATE].size(), self.mesh[SHARD].size()
+        layout = f"{self.config.weight_layout} layout"
+        return f"{self.name} {replicas} × {shards}, {layout}, {self.config.precision}"
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        return self.mesh[SHARD].get_group()
+
+    def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
+        self.seed = seed
+        self.model = self.place(config)
+        self.model.to_empty(device=self.processes.device)
+        initialise_shards(self.model, seed)
+        self.network = self.model
+        return self.model
+
+    def place(self, config: LipNeXtConfig) -> LipNeXt:
+        model = self.build_on_meta(config, self.mesh[SHARD].size(), self.config.weight_layout)
+        mesh, reshard = sharding_mesh(self.mesh), self.config.reshard_after_forward
+        groups = model.block_groups()
+        for group in groups:
+            fully_shard(
+                group, mesh=mesh, reshard_after_forward=reshard, mp_policy=self._precision()
+            )
+        fully_shard(model.head, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh)
+        set_prefetch(groups, self.config.prefetch)
+        return model
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        if self.config.precision == "fp32":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(
+            param_dtype=DTYPES[self.config.precision],
+            reduce_dtype=DTYPES[self.config.reduce_precision],
+        )
+
+    def manifold_optimizer(
+        self, named: list[tuple[str, nn.Parameter]], **arguments: Any
+    ) -> ManifoldOptimizer:
+        if self.config.weight_layout == "bank":
+            return ManifoldAdam(named, **arguments)
+        self.row_optimizer = RowManifoldAdam(
+            named,
+            self.shard_group,
+            return_dtype=DTYPES[self.config.precision],
+            bucket_bytes=self.config.row_bucket_mb << 20,
+            **arguments,
+        )
+        self.row_optimizer.initialise(self._fill_initial)
+        return self.row_optimizer
+
+    def _fill_initial(self, name: str, matrix: Tensor) -> None:
+        """The initial value of `groups.{i}.matrices.{j}`."""
+        _, number, _, index = name.split(".")
+        group = self.model.block_groups()[int(number)]
+        matrix.copy_(group.initial_matrix(int(index), self.seed, matrix))
+
+    def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.network, FSDPModule)
+        self.network.set_requires_gradient_sync(last or self.config.reduce_every_part)
+        self.network.set_requires_all_reduce(last)  # between replicas: once is enough
+        return super().forward(images)
+
+    def _sum_over_shards(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value, group=self.shard_group)
+        return value
+
+    def weights_changed(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def owned_matrices(self) -> OwnedMatrices | None:
+        return self.row_optimizer
+
+
+def set_prefetch(groups: list[Any], ahead: int) -> None:
+    """Gather the next `ahead` groups while one computes, in both directions."""
+    for index, group in enumerate(groups):
+        if ahead:
+            group.set_modules_to_forward_prefetch(groups[index + 1 : index + 1 + ahead])
+            group.set_modules_to_backward_prefetch(groups[max(0, index - ahead) : index][::-1])
+
+
+@torch.no_grad()
+def initialise_shards(model: LipNeXt, seed: int) -> None:
+    """Initial weights of the local shards alone: those `LipNeXt.reset_parameters` would give.
+
+    Rows of trainable matrices are not filled here: they come from their owners, who each make a few
+    (`RowManifoldAdam.initialise`).
+    """
+    for group in model.block_groups():
+        if group.layout == "bank":
+            start, stop = local_range(group.bank)
+            for index, matrix in zip(range(start, stop), local_part(group.bank), strict=True):
+                matrix.copy_(group.initial_matrix(index, seed, matrix))
+        else:
+            for index, parameter in enumerate(group.matrices):
+                if not parameter.requires_grad:
+                    start, stop = local_range(parameter)
+                    rows = local_part(parameter)
+                    rows.copy_(group.initial_matrix(index, seed, rows)[start:stop])
+        local_part(group.bias).zero_()
+        if group.pos is not None:
+            local_part(group.pos).zero_()
+    start, stop = local_range(model.head.weight)
+    local_part(model.head.weight).copy_(model.head.initial_weight(seed)[start:stop])
+    local_part(model.head.bias).zero_()

@@ -1,0 +1,110 @@
+"""The processes of a run: who we are, and what all of them agree on.
+
+torchrun and accelerate launch start the processes and tell each its place in the environment (RANK,
+WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without them we are alone.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lipnext_scale.config import ConfigError
+from lipnext_scale.errors import RunFailed, UserError
+
+Result = TypeVar("Result")
+
+
+class Processes:
+    """All processes of a run; NCCL between GPUs, gloo between CPUs.
+
+    alone: this engine needs no process group where there is one process only.
+    local_world_size: the processes of a node, if not as the launcher says.
+    A process group that is there already is used as it is and left behind.
+    """
+
+    def __init__(
+        self, device_name: str, alone: bool = False, local_world_size: int | None = None
+    ) -> None:
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        self._made_group = not dist.is_initialized()
+        if not self._made_group:
+            self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
+        told = os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size))
+        self.local_world_size = local_world_size or int(told)
+        self.device = choose_device(device_name, int(os.environ.get("LOCAL_RANK", "0")))
+        self.host_group = self.checkpoint_group = None
+        self._grouped = not (alone and self.world_size == 1)
+        if not self._grouped:
+            return
+        if self._made_group:
+            self._make_group()
+        if dist.get_backend() != "fake":  # that of dry runs has no other beside it
+            # For small things on the host, and for checkpoints, whose thread must not share a group
+            # with the training.
+            self.host_group = dist.new_group(backend="gloo")
+            self.checkpoint_group = dist.new_group(backend="gloo")
+
+    def _make_group(self) -> None:
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """A vector of every rank, as rows [world_size, n]: the same on all."""
+        if not self._grouped:
+            return values[None]
+        gathered = values.new_empty(self.world_size, *values.shape)
+        dist.all_gather(list(gathered.unbind(0)), values)
+        return gathered
+
+    def gather_objects(self, value: Result) -> list[Result]:
+        if not self._grouped:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def first_does(self, action: Callable[[], Result]) -> Result:
+        """Rank 0 acts; the others wait and get its result, or raise the error that it met."""
+        if not self._grouped:
+            return action()
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = action()
+            except (UserError, RunFailed) as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, group=self.host_group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def close(self) -> None:
+        if self._grouped and self._made_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("run.device", name, "no GPU is visible here; use cpu or auto")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            "run.device",
+            name,
+            f"this node has {torch.cuda.device_count()} GPUs, too few for its process "
+            f"{local_rank}; start as many processes as there are GPUs",
+        )
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,101 @@
+"""A run's state to and from its checkpoints: weights, both optimizers, generator, data position.
+
+The schedule is a function of the step. What is stored does not depend on engine, layout or number
+of processes (`parallel.pieces`), so any of them can continue.
+"""
+
+import base64
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lipnext_scale.checkpoint import (
+    CheckpointWriter,
+    latest_checkpoint,
+    load_pieces,
+    read_facts,
+    verify_checkpoint,
+)
+from lipnext_scale.data import Loader
+from lipnext_scale.errors import UserError
+from lipnext_scale.models import LipNeXt
+from lipnext_scale.optim import Optimizers
+from lipnext_scale.parallel import Engine, training_pieces
+from lipnext_scale.recipe import RunConfig
+from lipnext_scale.weights import open_export, read_export
+
+
+class RunState:
+    def __init__(
+        self,
+        directory: Path,
+        run: RunConfig,
+        engine: Engine,
+        model: LipNeXt,
+        optimizers: Optimizers,
+    ) -> None:
+        self._directory, self._engine = directory, engine
+        self._model, self._optimizers = model, optimizers
+        self._asynchronous, self._init_from = run.async_checkpoint, run.init_from
+        self._writer = CheckpointWriter(
+            directory, run.keep_checkpoints, run.keep_every, engine.processes.checkpoint_group
+        )
+
+    def save(self, step: int, loader: Loader) -> None:
+        """Begin to write the checkpoint of `step`; training may go on at once."""
+        pieces = training_pieces(self._model, self._optimizers, self._engine.owned_matrices())
+        facts: dict[str, Any] = {
+            "loader": loader.state_dict(),
+            "optimizers": self._optimizers.counters(),
+            "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+        }
+        self._writer.save(step, pieces, facts, self._asynchronous)
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is complete."""
+        self._writer.wait()
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Leave no checkpoint half-written behind, also where an error ends the run."""
+        try:
+            yield
+        except BaseException:
+            with suppress(UserError):  # the first error is the one to tell
+                self.wait()
+            raise
+        self.wait()
+
+    def resume(self, loader: Loader) -> int:
+        """Take up the newest checkpoint; the step it is of, 0 where there is none."""
+        processes = self._engine.processes
+        path = processes.first_does(lambda: latest_checkpoint(self._directory))
+        if path is None:
+            if self._init_from:
+                self._start_from(Path(self._init_from))
+            return 0
+        verify_checkpoint(path, processes.checkpoint_group)
+        facts = read_facts(path)
+        owned = self._engine.owned_matrices()
+        pieces = training_pieces(self._model, self._optimizers, owned)
+        load_pieces(path, pieces, processes.checkpoint_group)
+        if owned is not None:
+            owned.rows_from_owners()
+        self._optimizers.set_counters(facts["step"], facts["optimizers"])
+        loader.load_state_dict(facts["loader"])
+        rng = bytearray(base64.b64decode(facts["rng"]))
+        torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
+        return facts["step"]
+
+    def _start_from(self, path: Path) -> None:
+        """Weights out of an export; each process reads what it keeps."""
+        owned = self._engine.owned_matrices()
+        weights = training_pieces(self._model, None, owned)
+        named = {name.removeprefix("model."): piece for name, piece in weights.items()}
+        with open_export(path) as (_, file):
+            read_export(path, file, named)
+        if owned is not None:
+            owned.rows_from_owners()

@@ -1,0 +1,300 @@
+"""What was saved by some processes is loaded by others, cut differently, bit for bit."""
+
+import threading
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_parts import (
+    assert_holds,
+    cut,
+    message_of,
+    random_bits,
+    rows,
+    same_bits,
+    sample_pieces,
+    whole,
+)
+from gloo import run_processes
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.distributed import checkpoint as dcp
+
+from lipnext_scale.checkpoint import (
+    CheckpointWriter,
+    Piece,
+    Pieces,
+    latest_checkpoint,
+    load_pieces,
+    read_facts,
+    stored_shapes,
+)
+from lipnext_scale.checkpoint.pieces import Extent, layout_of, share_out
+from lipnext_scale.errors import UserError
+
+WORLD = 3
+DTYPES = ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool"]
+
+# --- any split to any other -------------------------------------------------------------------
+
+
+@st.composite
+def splits(draw, shape: tuple[int, ...], processes: int):
+    """How processes hold a tensor: None for a copy each, or (dimension, where each part begins)."""
+    if not shape or draw(st.integers(0, 4)) == 0:
+        return None
+    dimension = draw(st.integers(0, len(shape) - 1))
+    positions = st.integers(0, shape[dimension])
+    cuts = sorted(draw(st.lists(positions, min_size=processes - 1, max_size=processes - 1)))
+    return dimension, [0, *cuts, shape[dimension]]
+
+
+@st.composite
+def cases(draw):
+    """Numbers of saving and loading processes, and for each tensor how both hold it."""
+    saving, loading = draw(st.integers(1, WORLD)), draw(st.integers(1, WORLD))
+    tensors = []
+    for _ in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+        dtype = draw(st.sampled_from(DTYPES))
+        tensors.append((shape, dtype, draw(splits(shape, saving)), draw(splits(shape, loading))))
+    return saving, loading, tensors
+
+
+def piece_of(tensor: torch.Tensor, split, rank: int) -> Piece:
+    if split is None:
+        return whole(tensor)
+    dimension, bounds = split
+    return cut(tensor, dimension, bounds[rank], bounds[rank + 1])
+
+
+def save_and_load(rank: int, world_size: int, directory: str, all_cases: list) -> None:
+    groups = {size: dist.new_group(range(size)) for size in range(1, WORLD + 1)}
+    for index, (saving, loading, tensors) in enumerate(all_cases):
+        path = Path(directory) / str(index)
+        full = [
+            random_bits(shape, getattr(torch, d), i) for i, (shape, d, *_) in enumerate(tensors)
+        ]
+        if rank < saving:
+            pieces: Pieces = {}
+            for i, (_, _, split, _) in enumerate(tensors):
+                piece = piece_of(full[i], split, rank)
+                if piece.tensor.numel() or not full[i].numel() or i % 2:  # or it is left out
+                    pieces[f"t{i}"] = piece
+            CheckpointWriter(path, 1, group=groups[saving]).save(1, pieces, {}, asynchronous=False)
+        dist.barrier()
+        if rank < loading:
+            load_and_compare(path, tensors, full, rank, groups[loading])
+
+
+def load_and_compare(path: Path, tensors: list, full: list, rank: int, group) -> None:
+    """Each piece is a view into a larger tensor, around which nothing may change."""
+    marked = [random_bits(tuple(t.shape), t.dtype, 1000 + i) for i, t in enumerate(full)]
+    around = [tensor.clone() for tensor in marked]
+    found = latest_checkpoint(path)
+    pieces = {f"t{i}": piece_of(marked[i], tensors[i][3], rank) for i in range(len(tensors))}
+    load_pieces(found, pieces, group)
+    assert stored_shapes(found) == {f"t{i}": tuple(t.shape) for i, t in enumerate(full)}
+    for i, (_, _, _, split) in enumerate(tensors):
+        piece_of(around[i], split, rank).tensor.copy_(piece_of(full[i], split, rank).tensor)
+        assert same_bits(marked[i], around[i]), (i, tensors[i])
+
+
+many_cases = st.lists(cases(), min_size=10, max_size=10)
+# No shrinking: each attempt would start processes, and the assertion names the tensor anyway.
+in_processes = settings(deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+
+
+@settings(in_processes, max_examples=2)
+@given(many_cases)
+def test_any_split_is_loaded_into_any_other(tmp_path_factory, all_cases):
+    """Uneven, empty, replicated, along any dimension, scalars: every bit where it belongs."""
+    run_processes(WORLD, save_and_load, str(tmp_path_factory.mktemp("any")), all_cases)
+
+
+@pytest.mark.slow
+@settings(in_processes, max_examples=6)
+@given(many_cases)
+def test_many_splits_are_loaded_into_many_others(tmp_path_factory, all_cases):
+    """The same, looked for with more patience."""
+    run_processes(WORLD, save_and_load, str(tmp_path_factory.mktemp("many")), all_cases)
+
+
+def test_one_process_without_a_group(tmp_path):
+    """No process group is needed by a process that is alone."""
+    CheckpointWriter(tmp_path, 1).save(3, sample_pieces(3), {"epoch": 2}, asynchronous=False)
+    path = latest_checkpoint(tmp_path)
+    assert_holds(path, 3)
+    assert read_facts(path) == {"format": 2, "step": 3, "epoch": 2}
+    assert stored_shapes(path) == {"bank": (12, 5), "head": (3, 12), "count": ()}
+
+
+# --- replicas ---------------------------------------------------------------------------------
+
+extents = st.builds(
+    lambda length: Extent((length,), (0,), (length,), torch.float32), st.integers(1, 50)
+)
+
+
+@given(st.lists(extents, max_size=12), st.integers(1, 5))
+def test_copies_are_shared_out_once_and_evenly(held, world_size):
+    """Each piece has one writer; loads differ by no more than the largest piece."""
+    layout = {f"t{i}": extent for i, extent in enumerate(held)}
+    writes = share_out([layout] * world_size)
+    assert sorted(name for names in writes for name in names) == sorted(layout)
+    loads = [sum(layout[name].nbytes for name in names) for names in writes]
+    assert max(loads) - min(loads) <= max((extent.nbytes for extent in held), default=0)
+
+
+def test_shards_count_with_their_own_size():
+    """Copies of a small part of a large tensor and of two small tensors: the part is small too."""
+    tensor, large = torch.zeros(20), torch.zeros(100)
+    copies = layout_of({"a": cut(large, 0, 0, 10), "b": whole(tensor), "c": whole(tensor)})
+    writes = share_out([copies, copies, layout_of({"a": cut(large, 0, 10, 100)})])
+    assert writes == [{"a", "b"}, {"c"}, {"a"}]
+
+
+def test_shards_with_copies_are_balanced():
+    """Two replicas of uneven shards (8 and 2 rows, four tensors): each replica writes half."""
+    shards = [Extent((10,), (0,), (8,), torch.float32), Extent((10,), (8,), (2,), torch.float32)]
+    layouts = [{f"t{i}": shards[rank % 2] for i in range(4)} for rank in range(4)]
+    writes = share_out(layouts)
+    assert [len(names) for names in writes] == [2, 2, 2, 2]
+    assert writes[0] | writes[2] == writes[1] | writes[3] == set(layouts[0])
+
+
+def test_what_is_missing_or_contradictory_is_refused():
+    """Pieces that do not make the whole tensor, or not the same tensor, are a bug."""
+    tensor = torch.zeros(10, 2)
+    with pytest.raises(AssertionError, match="t: the processes hold 12 of its 20 elements"):
+        share_out([layout_of({"t": cut(tensor, 0, 0, 6)}), layout_of({})])
+    with pytest.raises(AssertionError, match="t is different tensors"):
+        share_out([layout_of({"t": whole(tensor)}), layout_of({"t": whole(tensor.double())})])
+    with pytest.raises(AssertionError, match="is not inside"):
+        Piece(tensor, (10, 2), (1, 0))
+
+
+def save_copies(rank: int, world_size: int, directory: str) -> tuple[int, set[str]]:
+    pieces = {f"t{i}": whole(random_bits((50_000,), torch.float32, i)) for i in range(6)}
+    writer = CheckpointWriter(Path(directory), 1, group=dist.group.WORLD)
+    writer.save(1, pieces, {})
+    copied = sum(piece.tensor.nbytes for piece in writer._staged.values())
+    writer.wait()
+    return copied
+
+
+def test_copies_are_written_once(tmp_path):
+    """Three processes with the same six tensors: each copies and writes two of them."""
+    one = 4 * 50_000
+    assert run_processes(3, save_copies, str(tmp_path)) == [2 * one] * 3
+    files = list((tmp_path / "step-000000001").glob("*.distcp"))
+    assert len(files) == 3
+    assert all(2 * one < file.stat().st_size < 2.1 * one for file in files)
+
+
+# --- beside the training ----------------------------------------------------------------------
+
+
+def test_what_changes_after_save_is_not_stored(tmp_path, monkeypatch):
+    """The stored values and facts are those at save(), whatever the training does next."""
+    may_write, write = threading.Event(), dcp.save
+
+    def write_later(*args, **kwargs):
+        assert may_write.wait(timeout=30)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(dcp, "save", write_later)
+    writer = CheckpointWriter(tmp_path, 2)
+    for step in (1, 2):  # the second save uses the memory of the first one's copies
+        may_write.clear()
+        pieces, facts = sample_pieces(step), {"places": [step]}
+        writer.save(step, pieces, facts)
+        for piece in pieces.values():
+            piece.tensor.zero_()
+        facts["places"].append("later")
+        assert latest_checkpoint(tmp_path) != tmp_path / f"step-{step:09d}"
+        may_write.set()
+        writer.wait()
+        assert_holds(latest_checkpoint(tmp_path), step)
+        assert read_facts(latest_checkpoint(tmp_path))["places"] == [step]
+
+
+def test_memory_of_the_copies_is_used_again(tmp_path):
+    """Where shape and dtype are the same; a tensor that has changed its shape gets its own."""
+    writer = CheckpointWriter(tmp_path, 1)
+    places = []
+    for length in (12, 12, 20):
+        writer.save(1, sample_pieces(length, length=length), {}, asynchronous=False)
+        places.append({name: piece.tensor.data_ptr() for name, piece in writer._staged.items()})
+        assert_holds(latest_checkpoint(tmp_path), length, length=length)
+    assert places[0] == places[1]
+    assert places[1]["count"] == places[2]["count"]
+
+
+def save_in_changing_splits(rank: int, world_size: int, directory: str) -> None:
+    writer = CheckpointWriter(Path(directory), 3, group=dist.group.WORLD)
+    tensor = random_bits((9, 2), torch.float32, 0)
+    writer.save(1, {"t": rows(tensor, rank, world_size)}, {})
+    if rank == 0:  # one process has all of it now; of the other's view nothing has changed but that
+        writer.save(2, {"t": whole(tensor)}, {})
+    else:
+        writer.save(2, {}, {})
+    writer.save(3, {"t": rows(tensor, rank, world_size)}, {})
+    writer.wait()
+
+
+def test_the_split_may_change_between_saves(tmp_path):
+    """A writer that has shared out one layout does not go on with it for another."""
+    run_processes(2, save_in_changing_splits, str(tmp_path))
+    for step in (1, 2, 3):
+        tensor = torch.zeros(9, 2)
+        load_pieces(tmp_path / f"step-{step:09d}", {"t": whole(tensor)})
+        assert same_bits(tensor, random_bits((9, 2), torch.float32, 0))
+
+
+# --- what does not fit ------------------------------------------------------------------------
+
+
+def load_what_does_not_fit(rank: int, world_size: int, directory: str) -> list[str]:
+    group, path = dist.group.WORLD, Path(directory) / "step-000000001"
+    writer = CheckpointWriter(Path(directory), 1, group=group)
+    writer.save(1, sample_pieces(1, rank, world_size), {}, asynchronous=False)
+    good = sample_pieces(1)
+    wrong = [
+        {"tail": whole(torch.zeros(3))},
+        {"bank": whole(torch.zeros(12, 6))},
+        {"head": whole(torch.zeros(3, 12, dtype=torch.float64))},
+    ]
+    messages = []
+    for pieces in wrong:
+        mine = pieces if rank == 1 else good
+        messages.append(message_of(load_pieces, path, mine, group))
+    load_pieces(path, good, group)  # nobody is left behind in an earlier exchange
+    return messages
+
+
+def test_what_does_not_fit_is_named_on_all_processes(tmp_path):
+    """An unknown name, another shape or dtype on one rank: all raise, with path, name and both."""
+    first, second = run_processes(2, load_what_does_not_fit, str(tmp_path))
+    path = tmp_path / "step-000000001"
+    assert (
+        first
+        == second
+        == [
+            f"{path}: has no tensor tail, of shape (3,) in this run",
+            f"{path}: its bank has shape (12, 5), in this run (12, 6)",
+            f"{path}: its head is torch.float32, in this run torch.float64",
+        ]
+    )
+
+
+def test_a_refused_load_changes_nothing(tmp_path):
+    """What fits is not loaded either when something else does not."""
+    CheckpointWriter(tmp_path, 1).save(1, sample_pieces(1), {}, asynchronous=False)
+    bank = torch.full((12, 5), 7.0)
+    with pytest.raises(UserError, match="has no tensor tail"):
+        pieces = {"bank": whole(bank), "tail": whole(torch.zeros(3))}
+        load_pieces(latest_checkpoint(tmp_path), pieces)
+    assert bank.eq(7).all() and prod(bank.shape) == 60
