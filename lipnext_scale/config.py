@@ -18,18 +18,24 @@ import yaml
 from lipnext_scale.errors import UserError
 
 T = TypeVar("T")
-_MISSING = object()
 # Beside its own errors, PyYAML lets those of int() and datetime() through: 0x_, 2024-13-45.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
+
+
+class _Missing:
+    """Stands for a value that was not given. (A class is the same in every process.)"""
 
 
 class ConfigError(UserError, ValueError):
     """`key = value: what would be right`."""
 
     def __init__(self, key: str, value: Any, right: str) -> None:
-        shown = "" if value is _MISSING else f" = {_shown(value)}"
+        shown = "" if value is _Missing else f" = {_shown(value)}"
         super().__init__(f"{key}{shown}: {right}")
         self.key, self.value, self.right = key, value, right
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, Any, str]]:
+        return ConfigError, (self.key, self.value, self.right)  # on its way to other processes
 
     def under(self, section: str) -> "ConfigError":
         """The same error seen from one level up."""
@@ -68,7 +74,7 @@ def from_dict(cls: type[T], values: Any, section: str = "") -> T:
         )
         if required and name not in arguments:
             if not dataclasses.is_dataclass(hints[name]):
-                raise ConfigError(_join(section, name), _MISSING, "is required and was not given")
+                raise ConfigError(_join(section, name), _Missing, "is required and was not given")
             arguments[name] = _convert({}, hints[name], _join(section, name))  # names what it lacks
     try:
         return cls(**arguments)

@@ -9,6 +9,8 @@ from functools import wraps
 from typing import NoReturn, ParamSpec
 
 Arguments = ParamSpec("Arguments")
+# Seconds. A busy machine takes two to end a process that has torch and a process group loaded.
+PATIENCE = 5
 
 
 class UserError(Exception):
@@ -46,7 +48,7 @@ def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
         except RunFailed as error:
             _end_with(f"failed: {error}", 1)
         except Stopped as stopped:
-            _end_with(str(stopped), 128 + stopped.number)
+            _end_with(str(stopped), 128 + stopped.number, same_on_all_ranks=True)
         except BrokenPipeError:  # the reader of our output has gone; say nothing more to it
             sys.stdout = open(os.devnull, "w")
             sys.exit(1)
@@ -57,15 +59,16 @@ def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
     return wrapped
 
 
-def _end_with(message: str, code: int) -> NoReturn:
+def _end_with(message: str, code: int, same_on_all_ranks: bool = False) -> NoReturn:
     """Say why, and leave.
 
     Of several processes all usually meet the same error. The first one speaks; a launcher then ends
-    the others. One that is still there after two seconds met an error of its own, and says so.
+    the others. One that is still there after PATIENCE met an error of its own, and says so.
     """
     rank = int(os.environ.get("RANK", "0"))
-    if rank > 0:
-        time.sleep(2)
+    if rank > 0 and not same_on_all_ranks:
+        time.sleep(PATIENCE)
         message = f"rank {rank}: {message}"
-    print(message, file=sys.stderr, flush=True)
+    if rank == 0 or not same_on_all_ranks:
+        print(message, file=sys.stderr, flush=True)
     sys.exit(code)

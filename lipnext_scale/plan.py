@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lipnext_scale.config import ConfigError
 from lipnext_scale.errors import ArgumentParser, UserError, command
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.optim import local_part
@@ -43,13 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     recipe = load_recipe(arguments.config, arguments.overrides)
     ranks = arguments.ranks
     per_node = min(ranks, arguments.ranks_per_node)
-    if recipe.data.batch_size % (ranks * recipe.parallel.accumulation):
-        raise ConfigError(
-            "data.batch_size",
-            recipe.data.batch_size,
-            f"must be a multiple of {ranks} processes times parallel.accumulation = "
-            f"{recipe.parallel.accumulation}",
-        )
+    recipe.require_batch_for(ranks)
     if dist.is_initialized():
         raise UserError("a plan is made in a process of its own, not in one of a group")
     described, estimates = plan(recipe, ranks, per_node)
@@ -122,7 +115,7 @@ def _shapes(module: nn.Module) -> list[str]:
 
 
 def memory_table(estimates: list[RankEstimate]) -> str:
-    note = "kept: the first three, from step to step. Activations come on top"
+    note = "kept: parameters, gradients and optimizer. Activations come on top"
     return _table(estimates, ("matrices", *MEMORY), "on each rank", note)
 
 
@@ -139,24 +132,21 @@ def _table(estimates: list[RankEstimate], names: tuple[str, ...], title: str, no
     unit, scale = _unit(max(sizes))
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, values in enumerate(estimates):
-        cells = [
-            f"{getattr(values, name):.2f}"
-            if name == "matrices"
-            else f"{getattr(values, name) / scale:.3f}"
-            for name in names
-        ]
-        alike.setdefault(tuple(cells), []).append(rank)
+        cells = tuple(_cell(name, getattr(values, name), scale) for name in names)
+        alike.setdefault(cells, []).append(rank)
     ranks = [_ranges(same) for same in alike.values()]
     first = max(len(text) for text in ["ranks", *ranks])
     titles = [name.replace("_", "-") for name in names]
     lines = [f"{title}, {unit}" + (f" ({note})" if note else "")]
-    for head, cells in [("ranks", tuple(titles)), *zip(ranks, alike, strict=True)]:
-        row = "".join(
-            f"{cell:>{max(10, len(column) + 2)}}"
-            for cell, column in zip(cells, titles, strict=True)
-        )
-        lines.append(f"  {head:<{first}}{row}")
+    for head, row in [("ranks", titles), *zip(ranks, map(list, alike), strict=True)]:
+        widths = [max(10, len(title) + 2) for title in titles]
+        told = "".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append(f"  {head:<{first}}{told}")
     return "\n".join(lines)
+
+
+def _cell(name: str, value: float, scale: float) -> str:
+    return f"{value:.2f}" if name == "matrices" else f"{value / scale:.3f}"
 
 
 def _unit(largest: float) -> tuple[str, float]:

@@ -101,6 +101,17 @@ class Recipe:
                 f"must be below model.image_size = {self.model.image_size}",
             )
 
+    def require_batch_for(self, world_size: int) -> None:
+        """Every process takes an equal share of the batch, in equal parts."""
+        parts = self.parallel.accumulation
+        if self.data.batch_size % (parts * world_size):
+            raise ConfigError(
+                "data.batch_size",
+                self.data.batch_size,
+                f"must be a multiple of {world_size} process(es) times "
+                f"parallel.accumulation = {parts}",
+            )
+
 
 def load_recipe(path: str | None, overrides: list[str] | None = None) -> Recipe:
     return configuration.load(Recipe, path, overrides)

@@ -7,23 +7,27 @@ of processes (`parallel.pieces`), so any of them can continue.
 import base64
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lipnext_scale import config as configuration
 from lipnext_scale.checkpoint import (
     CheckpointWriter,
+    Pieces,
     latest_checkpoint,
     load_pieces,
     read_facts,
     verify_checkpoint,
 )
 from lipnext_scale.data import Loader
-from lipnext_scale.errors import UserError
-from lipnext_scale.models import LipNeXt
-from lipnext_scale.optim import Optimizers
+from lipnext_scale.errors import RunFailed, UserError
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.optim import Optimizers, require_orthogonal
 from lipnext_scale.parallel import Engine, training_pieces
+from lipnext_scale.parallel.pieces import checksums
 from lipnext_scale.recipe import RunConfig
 from lipnext_scale.weights import open_export, read_export
 
@@ -52,7 +56,21 @@ class RunState:
             "optimizers": self._optimizers.counters(),
             "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         }
+        self._require_equal_replicas(step, pieces)
         self._writer.save(step, pieces, facts, self._asynchronous)
+
+    def _require_equal_replicas(self, step: int, pieces: Pieces) -> None:
+        """Ranks that hold the same part hold the same numbers, or the checkpoint would mix two."""
+        sums = self._engine.processes.gather_objects(checksums(pieces))
+        first: dict[str, tuple[int, int]] = {}
+        for rank, held in enumerate(sums):
+            for name, checksum in held.items():
+                other, expected = first.setdefault(name, (rank, checksum))
+                if checksum != expected:
+                    raise RunFailed(
+                        f"step {step}: ranks {other} and {rank} hold copies of {name} that differ; "
+                        "the last checkpoint is whole"
+                    )
 
     def wait(self) -> None:
         """Until the checkpoint that is being written is complete."""
@@ -64,7 +82,7 @@ class RunState:
         try:
             yield
         except BaseException:
-            with suppress(UserError):  # the first error is the one to tell
+            with suppress(Exception):  # the first error is the one to tell
                 self.wait()
             raise
         self.wait()
@@ -91,11 +109,31 @@ class RunState:
         return facts["step"]
 
     def _start_from(self, path: Path) -> None:
-        """Weights out of an export; each process reads what it keeps."""
+        """Weights out of an export of the same architecture; each process reads what it keeps."""
         owned = self._engine.owned_matrices()
         weights = training_pieces(self._model, None, owned)
         named = {name.removeprefix("model."): piece for name, piece in weights.items()}
-        with open_export(path) as (_, file):
-            read_export(path, file, named)
+
+        def read() -> None:
+            with open_export(path) as (config, file):
+                _require_same_architecture(path, config, self._model.config)
+                read_export(path, file, named)
+            for name, piece in named.items():
+                if name.endswith((".R", ".M", ".W")) and piece.tensor.shape == piece.shape:
+                    try:
+                        require_orthogonal(f"{path}: {name}", piece.tensor)
+                    except ValueError as error:
+                        raise UserError(str(error)) from None
+
+        self._engine.processes.everywhere(read)
         if owned is not None:
             owned.rows_from_owners()
+
+
+def _require_same_architecture(path: Path, there: LipNeXtConfig, here: LipNeXtConfig) -> None:
+    there, here = (replace(config, blocks_per_bank=0) for config in (there, here))
+    for key, (old, new) in configuration.differences(there, here).items():
+        raise UserError(
+            f"run.init_from = {str(path)!r}: another architecture "
+            f"(model.{key} = {old!r} there, {new!r} here)"
+        )

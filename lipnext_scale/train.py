@@ -9,7 +9,7 @@ A run directory that holds a checkpoint is continued from it, exactly.
 
 from lipnext_scale import config as configuration
 from lipnext_scale.cpu import keep_freed_memory
-from lipnext_scale.errors import ArgumentParser, command
+from lipnext_scale.errors import ArgumentParser, Stopped, command
 from lipnext_scale.recipe import load_recipe
 from lipnext_scale.trainer import Trainer
 
@@ -33,8 +33,12 @@ def main(argv: list[str] | None = None) -> None:
         return
     keep_freed_memory()
     trainer = Trainer(recipe)
-    trainer.run()
-    trainer.close()
+    try:
+        trainer.run()
+    except Stopped:  # on all ranks at the same step
+        trainer.close()
+        raise
+    trainer.close()  # but not where one rank failed: it must not wait for the others
 
 
 if __name__ == "__main__":

@@ -57,16 +57,19 @@ class Trainer:
         return self.processes.rank == 0
 
     def _build_loader(self, samples: Samples) -> Loader:
-        data, parts = self.recipe.data, self.recipe.parallel.accumulation
-        if data.batch_size % (parts * self.processes.world_size):
-            raise ConfigError(
-                "data.batch_size",
-                data.batch_size,
-                f"must be a multiple of {self.processes.world_size} processes times "
-                f"parallel.accumulation = {parts}",
-            )
+        data = self.recipe.data
+        self.recipe.require_batch_for(self.processes.world_size)
+        self._require_same_samples("data.train", data.train, samples)
+        self._require_same_samples("data.test", data.test, self.test)
         rank, world_size = self.processes.rank, self.processes.world_size
         return MemoryLoader(samples, data, self.recipe.run.seed, rank, world_size)
+
+    def _require_same_samples(self, key: str, value: str, samples: Samples) -> None:
+        """A node with another copy of the data would train or evaluate out of step."""
+        prints = self.processes.gather_objects(samples.fingerprint())
+        for rank, fingerprint in enumerate(prints):
+            if fingerprint != prints[0]:
+                raise ConfigError(key, value, f"rank {rank} reads other samples than rank 0")
 
     def _build_model(self) -> LipNeXt:
         """The model on its processes, with its initial weights."""
@@ -74,14 +77,15 @@ class Trainer:
         try:
             return self.engine.build(config, self.recipe.run.seed)
         except RuntimeError as error:
-            # What the allocators say: "can't allocate memory", "out of memory", "overflowed".
-            if not any(word in str(error) for word in ("memory", "overflow")):
+            said = ("can't allocate memory", "out of memory", "overflow")
+            if not any(words in str(error) for words in said):
                 raise
             gigabytes = 4 * config.bank_parameters / 1e9
             right = (
-                f"with depth {config.depth} the matrices alone take {gigabytes:.3g} GB: too much"
+                f"with depth {config.depth} the matrices alone take {gigabytes:.3g} GB: too much "
+                f"for {self.processes.world_size} process(es) with {self.engine.describe()}"
             )
-            raise ConfigError("model.width", config.width, right) from None
+            raise ConfigError("model.width", config.width, right) from error
 
     @property
     def total_steps(self) -> int:

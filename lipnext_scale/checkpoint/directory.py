@@ -7,6 +7,7 @@ Beside `step-000000100` there may be, for a moment or after a kill:
     step-000000100.deleting   being removed
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -63,13 +64,16 @@ def point_latest(directory: Path) -> None:
     newest = latest_checkpoint(directory)
     assert newest is not None
     link, aside = directory / LATEST, directory / (LATEST + PARTIAL)
-    if link.is_dir() and not link.is_symlink():
-        shutil.rmtree(
-            link
-        )  # where a run was copied without its links: a second copy of one of ours
+    if link.is_dir() and not link.is_symlink():  # a run that was copied without its links
+        link.rename(_unused(directory, f"{LATEST}.copy"))
     aside.unlink(missing_ok=True)
     aside.symlink_to(newest.name)
     aside.replace(link)
+
+
+def _unused(directory: Path, name: str) -> Path:
+    names = (directory / f"{name}-{number}" for number in itertools.count(1))
+    return next(path for path in names if not path.exists())
 
 
 def retain(directory: Path, written: int, keep_last: int, keep_every: int) -> None:

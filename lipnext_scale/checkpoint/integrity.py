@@ -7,7 +7,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from lipnext_scale.checkpoint.agreement import Group, everywhere, first_alone, rank_in, size_of
+from lipnext_scale.agreement import Group, everywhere, first_alone, rank_in, size_of
 from lipnext_scale.errors import UserError
 
 SUMS = "SHA256SUMS"

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lipnext_scale.checkpoint.agreement import Group, everywhere
+from lipnext_scale.agreement import Group, everywhere
 from lipnext_scale.checkpoint.pieces import Pieces
 from lipnext_scale.checkpoint.planner import PieceLoadPlanner
 from lipnext_scale.checkpoint.storage import SafeReader, read_metadata, run_dcp

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lipnext_scale.checkpoint.agreement import Group, reason_of
+from lipnext_scale.agreement import Group, reason_of
 from lipnext_scale.checkpoint.pieces import Pieces
 from lipnext_scale.errors import UserError
 

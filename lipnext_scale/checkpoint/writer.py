@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from lipnext_scale.checkpoint.agreement import Group, everywhere, first_alone, rank_in, reason_of
+from lipnext_scale.agreement import Group, everywhere, first_alone, rank_in, reason_of
 from lipnext_scale.checkpoint.directory import (
     checkpoint_name,
     give_name,

@@ -53,12 +53,7 @@ class MemoryLoader:
                 config.batch_size,
                 f"must be at most the {len(samples)} samples of data.train = {config.train!r}",
             )
-        if config.batch_size % world_size:
-            raise ConfigError(
-                "data.batch_size",
-                config.batch_size,
-                f"must be a multiple of the number of processes, {world_size}",
-            )
+        assert config.batch_size % world_size == 0, "ranks have equal shares"
         self._rank, self._world_size = rank, world_size
         self._samples, self._config, self._seed = samples, config, seed
         self._epoch, self._step = 0, 0

@@ -8,7 +8,7 @@ operation, and the gradients of all matrices written where the bank's gradient i
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,28 @@ from lipnext_scale.models.ops import SHIFTS
 
 
 def fused_group(
-    x: Tensor, matrices: Matrices, bias: Tensor, pos: Tensor | None, spec: BlockSpec
+    x: Tensor,
+    matrices: Matrices,
+    bias: Tensor,
+    pos: Tensor | None,
+    spec: BlockSpec,
+    keep_products: bool = True,
 ) -> Tensor:
-    """`group_reference`, fast."""
+    """`group_reference`, fast.
+
+    keep_products: keep every M·Rᵀ for the backward pass; else multiply again there. What is kept is
+    half as large as the weights, whole, so not for weights that are freed in between.
+    """
     weights = (matrices,) if isinstance(matrices, Tensor) else tuple(matrices)
-    return _FusedGroup.apply(x.contiguous(), bias, pos, spec, torch.is_grad_enabled(), *weights)
+    keep = Keep(torch.is_grad_enabled(), keep_products)
+    return _FusedGroup.apply(x.contiguous(), bias, pos, spec, keep, *weights)
+
+
+class Keep(NamedTuple):
+    """What a forward pass leaves for the backward pass."""
+
+    activations: bool
+    products: bool
 
 
 class _FusedGroup(torch.autograd.Function):
@@ -34,7 +51,7 @@ class _FusedGroup(torch.autograd.Function):
         bias: Tensor,
         pos: Tensor | None,
         spec: BlockSpec,
-        keep: bool,
+        keep: Keep,
         *weights: Tensor,
     ) -> Tensor:
         rotations, layers = layer_matrices(_unpacked(weights), spec)
@@ -43,19 +60,19 @@ class _FusedGroup(torch.autograd.Function):
         for index in range(len(bias)):
             mixed = u.view(-1, u.shape[-1]) @ rotations[index].mT
             _shift_(mixed.view(x.shape), spec, backward=False)
-            z = torch.empty_like(
-                x
-            )  # what is returned must be no view, or FSDP cannot hook on to it
+            # What is returned must be no view, or FSDP cannot hook on to it.
+            z = torch.empty_like(x)
             rows = z.view(-1, z.shape[-1])
             torch.addmm(bias[index], mixed, layers[index].mT, out=rows)
             choice = _activate_(rows, spec)
-            if keep:
+            if keep.activations:
                 kept += [u, mixed, choice]
             if pos is not None and index + 1 < len(bias):
                 z.add_(pos[index + 1])
             u = z
-        if keep:
-            products = [] if spec.parametrisation == "merged" else layers
+        if keep.activations:
+            again = spec.parametrisation == "merged" or not keep.products
+            products = [] if again else layers
             ctx.save_for_backward(*weights, *products, *kept)
             ctx.sizes = (len(weights), len(products), len(kept))
             ctx.spec, ctx.has_pos = spec, pos is not None

@@ -41,8 +41,10 @@ class BlockGroup(nn.Module):
         self.bias = nn.Parameter(torch.empty(count, width))
         self.pos = nn.Parameter(torch.empty(count, *tokens, 1)) if has_pos else None
         # Set from outside: recompute the activations in the backward pass instead of keeping them;
-        # compute in another type than the parameters have (FSDP casts by itself and needs it not).
+        # keep every M·Rᵀ until then (`fused_group`); compute in another type than the parameters
+        # have (FSDP casts by itself and needs it not).
         self.recompute = False
+        self.keep_products = True
         self.compute_dtype: torch.dtype | None = None
 
     @property
@@ -58,7 +60,7 @@ class BlockGroup(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._blocks, x, use_reentrant=False)
+            return checkpoint(self._blocks, x, use_reentrant=False, preserve_rng_state=False)
         return self._blocks(x)
 
     def _blocks(self, x: Tensor) -> Tensor:
@@ -67,9 +69,10 @@ class BlockGroup(nn.Module):
             self._cast(weights) if isinstance(weights, Tensor) else [self._cast(w) for w in weights]
         )
         pos = None if self.pos is None else self._cast(self.pos)
-        # The compiler fuses the plain form itself.
-        blocks = group_reference if torch.compiler.is_compiling() else fused_group
-        return blocks(self._cast(x), weights, self._cast(self.bias), pos, self.spec)
+        inputs = (self._cast(x), weights, self._cast(self.bias), pos, self.spec)
+        if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
+            return group_reference(*inputs)
+        return fused_group(*inputs, keep_products=self.keep_products)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor if self.compute_dtype is None else tensor.to(self.compute_dtype)

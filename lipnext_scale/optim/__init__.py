@@ -1,7 +1,11 @@
 """Optimizers: Adam on the orthogonal group for the banks, NAdam for the rest, their schedule."""
 
 from lipnext_scale.optim.lookahead_nadam import LookaheadNAdam
-from lipnext_scale.optim.manifold_adam import ManifoldAdam, manifold_adam_reference
+from lipnext_scale.optim.manifold_adam import (
+    ManifoldAdam,
+    manifold_adam_reference,
+    require_orthogonal,
+)
 from lipnext_scale.optim.optimizers import (
     ManifoldOptimizer,
     OptimConfig,
@@ -20,5 +24,6 @@ __all__ = [
     "learning_rate",
     "local_part",
     "manifold_adam_reference",
+    "require_orthogonal",
     "split_parameters",
 ]

@@ -287,15 +287,19 @@ def _check_on_manifold(name: str, parameter: Tensor) -> None:
         raise ValueError(
             f"{name} is {parameter.dtype}: ManifoldAdam keeps its matrices in float32 or float64"
         )
-    if parameter.is_meta:
-        return  # nothing to look at before the weights are materialised
-    with torch.no_grad():
-        stack = as_stack(parameter)
-        worst = max(
-            (manifold.orthogonality_error(stack[part]).max().item() for part in chunks(stack)),
-            default=0.0,  # a rank may own none of a bank's matrices
-        )
-    if not worst < INITIAL_ORTHOGONALITY_LIMIT:
+    if not parameter.is_meta:  # else there is nothing to look at yet
+        require_orthogonal(name, parameter)
+
+
+@torch.no_grad()
+def require_orthogonal(name: str, matrices: Tensor) -> None:
+    """A ValueError for a matrix or bank that is no start for Manifold Adam."""
+    stack = as_stack(matrices)
+    worst = max(
+        (manifold.orthogonality_error(stack[part]).max().item() for part in chunks(stack)),
+        default=0.0,  # a rank may own none of a bank's matrices
+    )
+    if not worst < INITIAL_ORTHOGONALITY_LIMIT:  # NaN is not below it either
         raise ValueError(
             f"{name} is not orthogonal: ‖XᵀX-I‖_F/√d = {worst:.3g}, "
             f"above {INITIAL_ORTHOGONALITY_LIMIT:g}; "

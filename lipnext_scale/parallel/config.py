@@ -14,7 +14,8 @@ class ParallelConfig:
     engine: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     # bank: a rank has whole matrices. row: rows of every matrix, whole ones only in the step.
     weight_layout: Literal["bank", "row"] = "bank"
-    # fsdp: ranks that share one copy of the model; the others replicate. 0: the ranks of a node.
+    # fsdp: ranks that share one copy of the model; the others replicate. 0: the ranks of a node, or
+    # all of them where a node has one rank only.
     shard_size: int = 0
     # Parts that a rank's share of the batch is cut into, one forward and backward pass each.
     accumulation: int = 1
@@ -44,6 +45,10 @@ class ParallelConfig:
         if self.reduce_precision == "bf16" and self.precision == "fp32":
             raise ConfigError(
                 "reduce_precision", "bf16", "needs precision = 'bf16'; fp32 gradients stay fp32"
+            )
+        if self.shard_size and self.engine in ("single", "ddp"):
+            raise ConfigError(
+                "shard_size", self.shard_size, f"needs engine = 'fsdp', not {self.engine!r}"
             )
         if self.weight_layout == "row" and self.engine in ("single", "ddp"):
             raise ConfigError(

@@ -17,8 +17,7 @@ class DDPEngine(SingleEngine):
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
         model = super().build(config, seed)
-        # The same seed gave every rank the same weights, so the first synchronisation is left out.
-        self.network = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
+        self.network = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if self.config.reduce_precision == "bf16":
             self.network.register_comm_hook(None, average_in_bf16)
         return model

@@ -82,21 +82,24 @@ def _local_numbers(parameters: list[nn.Parameter]) -> int:
 def _gathered_bytes(model: LipNeXt, engine: FSDPEngine) -> int:
     """Whole weights that are there at one time.
 
-    The head and all groups; or with `reshard_after_forward` of the groups the one that computes and
-    those gathered ahead of it. FSDP gathers one ahead in the backward pass even if not told to, and
-    computes with a copy even if there is one shard only. Gradients that are summed over ranks after
-    the last part are kept whole until then.
+    The head and all groups, with their M·Rᵀ; or with `reshard_after_forward` of the groups the one
+    that computes and those gathered ahead of it. FSDP gathers one ahead in the backward pass even
+    if not told to, and computes with a copy even if there is one shard only. Gradients that are
+    summed over ranks after the last part are kept whole until then.
     """
     config, shards = engine.config, engine.mesh[SHARD].size()
+    compute, reduce = WIDTHS[config.precision], WIDTHS[config.reduce_precision]
     groups = [shards * _padded_numbers(group, shards) for group in model.block_groups()]
-    head = shards * _padded_numbers(model.head, shards)
-    gradients = 0
-    if config.accumulation > 1 and not config.reduce_every_part:
-        whole = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        gradients = WIDTHS[config.reduce_precision] * whole
     if config.reshard_after_forward:
         groups = sorted(groups)[-1 - max(1, config.prefetch) :]
-    return WIDTHS[config.precision] * sum(groups) + FP32 * head + gradients
+    gathered = compute * sum(groups) + FP32 * shards * _padded_numbers(model.head, shards)
+    made_again = config.reshard_after_forward or config.recompute_activations or config.compile
+    if model.config.parametrisation == "product" and not made_again:
+        gathered += compute * model.config.bank_parameters // 2
+    if config.accumulation > 1 and not config.reduce_every_part:
+        gathered += reduce * sum(_padded_numbers(group, 1, True) for group in model.block_groups())
+        gathered += FP32 * _padded_numbers(model.head, 1, True)
+    return gathered
 
 
 def _fsdp_bytes(model: LipNeXt, engine: FSDPEngine) -> dict[str, int]:
@@ -106,11 +109,12 @@ def _fsdp_bytes(model: LipNeXt, engine: FSDPEngine) -> dict[str, int]:
     total = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     for unit in [*model.block_groups(), model.head]:
         assert isinstance(unit, FSDPModule)
-        in_fp32 = unit is model.head  # whatever the configuration says, and gathered once
+        in_fp32 = unit is model.head  # whatever the configuration says; and gathered once a part
         compute = FP32 if in_fp32 else WIDTHS[config.precision]
         reduce = FP32 if in_fp32 else WIDTHS[config.reduce_precision]
-        again = config.reshard_after_forward and not in_fp32
-        gathers = config.accumulation * (2 if again else 1)
+        gathers = 1  # and there for all parts
+        if config.reshard_after_forward:
+            gathers = config.accumulation * (1 if in_fp32 else 2)
         moving = _padded_numbers(unit, shards, trainable=True)
         total["all_gather"] += gathers * (shards - 1) * compute * _padded_numbers(unit, shards)
         total["reduce_scatter"] += reductions * (shards - 1) * reduce * moving

@@ -59,14 +59,24 @@ class FSDPEngine(SingleEngine):
         self.model = self.place(config)
         self.model.to_empty(device=self.processes.device)
         initialise_shards(self.model, seed)
+        self._make_replicas_equal()
         self.network = self.model
         return self.model
+
+    def _make_replicas_equal(self) -> None:
+        """The seed gave all replicas the same weights, but for rounding on unlike devices."""
+        if self.mesh[REPLICATE].size() > 1:
+            for parameter in self.model.parameters():
+                dist.broadcast(
+                    local_part(parameter), group=self.mesh[REPLICATE].get_group(), group_src=0
+                )
 
     def place(self, config: LipNeXtConfig) -> LipNeXt:
         model = self.build_on_meta(config, self.mesh[SHARD].size(), self.config.weight_layout)
         mesh, reshard = sharding_mesh(self.mesh), self.config.reshard_after_forward
         groups = model.block_groups()
         for group in groups:
+            group.keep_products = not reshard
             fully_shard(
                 group, mesh=mesh, reshard_after_forward=reshard, mp_policy=self._precision()
             )
@@ -96,6 +106,7 @@ class FSDPEngine(SingleEngine):
             **arguments,
         )
         self.row_optimizer.initialise(self._fill_initial)
+        self._fill_frozen({name for name, _ in named})
         return self.row_optimizer
 
     def _fill_initial(self, name: str, matrix: Tensor) -> None:
@@ -104,15 +115,29 @@ class FSDPEngine(SingleEngine):
         group = self.model.block_groups()[int(number)]
         matrix.copy_(group.initial_matrix(int(index), self.seed, matrix))
 
+    @torch.no_grad()
+    def _fill_frozen(self, trained: set[str]) -> None:
+        """Rows of matrices that no owner moves: every rank makes the matrix and takes its rows."""
+        for name, parameter in self.model.named_parameters():
+            if ".matrices." in name and name not in trained:
+                start, stop = local_range(parameter)
+                rows = local_part(parameter)
+                matrix = rows.new_empty(parameter.shape)
+                self._fill_initial(name, matrix)
+                rows.copy_(matrix[start:stop])
+
     def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
         assert isinstance(self.network, FSDPModule)
         self.network.set_requires_gradient_sync(last or self.config.reduce_every_part)
         self.network.set_requires_all_reduce(last)  # between replicas: once is enough
+        # Weights that stay gathered until the backward pass stay for the next part too.
+        self.network.set_reshard_after_backward(last or self.config.reshard_after_forward)
         return super().forward(images)
 
     def _sum_over_shards(self, value: Tensor) -> Tensor:
-        dist.all_reduce(value, group=self.shard_group)
-        return value
+        """Over all ranks, so that replicas clip by one and the same number."""
+        dist.all_reduce(value)
+        return value / self.mesh[REPLICATE].size()
 
     def weights_changed(self) -> None:
         for module in self.model.modules():
@@ -135,20 +160,14 @@ def set_prefetch(groups: list[Any], ahead: int) -> None:
 def initialise_shards(model: LipNeXt, seed: int) -> None:
     """Initial weights of the local shards alone: those `LipNeXt.reset_parameters` would give.
 
-    Rows of trainable matrices are not filled here: they come from their owners, who each make a few
-    (`RowManifoldAdam.initialise`).
+    Matrices in rows are not filled here: `FSDPEngine.manifold_optimizer` lets their owners do it,
+    who each make a few.
     """
     for group in model.block_groups():
         if group.layout == "bank":
             start, stop = local_range(group.bank)
             for index, matrix in zip(range(start, stop), local_part(group.bank), strict=True):
                 matrix.copy_(group.initial_matrix(index, seed, matrix))
-        else:
-            for index, parameter in enumerate(group.matrices):
-                if not parameter.requires_grad:
-                    start, stop = local_range(parameter)
-                    rows = local_part(parameter)
-                    rows.copy_(group.initial_matrix(index, seed, rows)[start:stop])
         local_part(group.bias).zero_()
         if group.pos is not None:
             local_part(group.pos).zero_()

@@ -13,9 +13,13 @@ REPLICATE, SHARD = "replicate", "shard"
 
 
 def choose_shard_size(wanted: int, world_size: int, local_world_size: int) -> int:
-    """As wanted; by itself the ranks of a node, where they divide the whole."""
+    """As wanted; by itself the ranks of a node.
+
+    Where nodes have one rank each, or unequally many, all ranks share one copy.
+    """
     if wanted == 0:
-        return local_world_size if world_size % local_world_size == 0 else world_size
+        nodes_are_alike = local_world_size > 1 and world_size % local_world_size == 0
+        return local_world_size if nodes_are_alike else world_size
     if world_size % wanted:
         raise ConfigError(
             "parallel.shard_size", wanted, f"must divide the number of processes, {world_size}"

@@ -10,6 +10,7 @@ with the stable names of `models.naming`. A checkpoint of these can be read by a
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -101,4 +102,18 @@ def _local(part: NamedPart, tensors: dict[str, Any]) -> Pieces:
     offset = (start,) + (0,) * (len(part.shape) - 1)
     return {
         f"{kind}.{part.name}": Piece(tensor, part.shape, offset) for kind, tensor in kept.items()
+    }
+
+
+def checksums(pieces: Pieces) -> dict[str, int]:
+    """A number for each piece by name and place: copies that differ have different ones, as a rule.
+
+    Bits are summed as integers, for pieces of 4-byte numbers, as all of ours are.
+    """
+    with_data = {name: piece for name, piece in pieces.items() if piece.tensor.numel()}
+    sums = [piece.tensor.view(torch.int32).sum(dtype=torch.int64) for piece in with_data.values()]
+    values = torch.stack(sums).tolist() if sums else []
+    return {
+        f"{name} from {piece.offset}": value
+        for (name, piece), value in zip(with_data.items(), values, strict=True)
     }

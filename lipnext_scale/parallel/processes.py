@@ -6,14 +6,14 @@ WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without the
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lipnext_scale.agreement import everywhere, first_alone
 from lipnext_scale.config import ConfigError
-from lipnext_scale.errors import RunFailed, UserError
 
 Result = TypeVar("Result")
 
@@ -37,6 +37,11 @@ class Processes:
         told = os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size))
         self.local_world_size = local_world_size or int(told)
         self.device = choose_device(device_name, int(os.environ.get("LOCAL_RANK", "0")))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            # Ten bits of precision, which the environment may ask for, would not keep a matrix
+            # orthogonal.
+            torch.backends.cuda.matmul.allow_tf32 = False
         self.host_group = self.checkpoint_group = None
         self._grouped = not (alone and self.world_size == 1)
         if not self._grouped:
@@ -51,8 +56,6 @@ class Processes:
 
     def _make_group(self) -> None:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         if self.world_size > 1:
             dist.init_process_group(backend)
         else:
@@ -66,27 +69,16 @@ class Processes:
         dist.all_gather(list(gathered.unbind(0)), values)
         return gathered
 
+    def everywhere(self, action: Callable[[], Result]) -> list[Result]:
+        """Every rank acts; the results of all, or the error of the first that had one."""
+        return everywhere(self.host_group, action)
+
     def gather_objects(self, value: Result) -> list[Result]:
-        if not self._grouped:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.host_group)
-        return values
+        return self.everywhere(lambda: value)
 
     def first_does(self, action: Callable[[], Result]) -> Result:
         """Rank 0 acts; the others wait and get its result, or raise the error that it met."""
-        if not self._grouped:
-            return action()
-        outcome: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                outcome[0] = action()
-            except (UserError, RunFailed) as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, group=self.host_group)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        return first_alone(self.host_group, action)
 
     def close(self) -> None:
         if self._grouped and self._made_group and dist.is_initialized():

@@ -99,8 +99,8 @@ class RowManifoldAdam:
             if index + 1 < len(buckets):
                 self._post_gradients(buckets[index + 1])
             self._exchange.finish_to_owners()
-            moved = bool(failed) or self._move(bucket)
-            self._post_rows(bucket, failed=not moved)
+            sound = bool(failed) or self._move(bucket)
+            self._post_rows(bucket, failed=not sound)
             if index > 0:
                 failed += self._exchange.finish_to_shards()
         failed += self._exchange.finish_to_shards()

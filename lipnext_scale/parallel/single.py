@@ -74,8 +74,9 @@ class SingleEngine:
 
     def gradient_norm(self) -> Tensor:
         """In double precision: a norm of 1e20 is large, not infinite."""
-        norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients()]
-        squares = torch.stack(norms).double().square().sum()
+        double = torch.float64
+        norms = [torch.linalg.vector_norm(g, dtype=double) for g in self._gradients()]
+        squares = torch.stack(norms).square().sum()
         return self._sum_over_shards(squares).sqrt()
 
     def _sum_over_shards(self, value: Tensor) -> Tensor:

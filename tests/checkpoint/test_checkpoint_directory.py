@@ -73,6 +73,7 @@ def test_a_run_copied_without_its_links_goes_on(tmp_path):
     assert not (tmp_path / "other" / "latest").is_symlink()
     save(tmp_path / "other", 2)
     assert os.readlink(tmp_path / "other" / "latest") == "step-000000002"
+    assert read_facts(tmp_path / "other" / "latest.copy-1")["step"] == 1  # it may be somebody's
 
 
 def test_only_complete_checkpoints_are_seen(tmp_path):

@@ -295,3 +295,33 @@ def test_fused_in_float32_is_as_accurate_as_the_reference():
     for one, other in zip(grads, exact, strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+# --- matrices one by one, and products made again -----------------------------------------------
+
+
+@pytest.mark.parametrize("keep_products", [True, False])
+@pytest.mark.parametrize("parametrisation", ["product", "merged"])
+def test_matrices_one_by_one_are_a_bank(parametrisation, keep_products):
+    """The same output and gradients, bit for bit, given as one bank or each as a parameter."""
+    (x, bank, bias, pos), the_spec = draw(3, 3, has_pos=True), spec(parametrisation=parametrisation)
+    whole = bank.clone().requires_grad_()
+    apart = [matrix.clone().requires_grad_() for matrix in bank]
+    out = fused_group(x, whole, bias, pos, the_spec)
+    again = fused_group(x, apart, bias, pos, the_spec, keep_products=keep_products)
+    assert torch.equal(out, again)
+    out.square().sum().backward()
+    again.square().sum().backward()
+    for gradient, matrix in zip(whole.grad, apart, strict=True):
+        assert torch.equal(gradient, matrix.grad)
+
+
+def test_products_are_kept_only_where_asked():
+    """Without them the forward pass leaves no tensor of a matrix's size but the weights."""
+    x, bank, bias, pos = draw(3, 1, has_pos=True, images=2)
+    bank.requires_grad_()
+    for keep_products, kept in ((True, 3), (False, 0)):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
+            fused_group(x, bank, bias, pos, spec(), keep_products=keep_products)
+        assert sum(tuple(t.shape) == (WIDTH, WIDTH) for t in saved) == kept

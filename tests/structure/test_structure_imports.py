@@ -24,7 +24,8 @@ ALLOWED = {
     "losses": {"config"},
     "data": {"config", "errors"},
     "files": set(),
-    "checkpoint": {"errors", "files"},
+    "agreement": {"errors"},
+    "checkpoint": {"errors", "files", "agreement"},
 }
 # component → what it must not import, whatever else.
 FORBIDDEN = {

@@ -161,3 +161,37 @@ def test_weights_that_left_the_manifold_are_judged_by_their_bound(
     else:
         with pytest.raises(UserError, match=outcome):
             lipschitz_bound(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"depth": 3}, r"model\.depth = 3 there, 2 here"),
+        ({"activation": "minmax"}, r"model\.activation = 'minmax' there"),
+        ({}, r"blocks\.1\.M is not orthogonal"),
+    ],
+)
+def test_a_run_does_not_start_from_an_export_that_does_not_fit(
+    tmp_path: Path, change: dict, said: str
+) -> None:
+    """Another architecture, or weights that are no start for the optimizer."""
+    recipe = small_recipe(tmp_path / "run", f"run.init_from={tmp_path / 'export'}")
+    model = LipNeXt(dataclasses.replace(recipe.model, **change), seed=1)
+    if not change:
+        with torch.no_grad():
+            model.groups[0].bank[3] *= 1.5
+    save_export(model, tmp_path / "export")
+    with pytest.raises(UserError, match=said):
+        Trainer(recipe)
+
+
+def test_an_export_as_a_directory(run: Path, tmp_path: Path) -> None:
+    """model.safetensors and a config.json that says the same; one that does not is refused."""
+    out = tmp_path / "digits"
+    main(["--run", str(run), "--out", str(out)])
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert_same(dict(load_model(out).state_dict()), dict(load_model(run).state_dict()))
+    content = (out / "config.json").read_text()
+    (out / "config.json").write_text(content.replace('"depth": 2', '"depth": 3'))
+    with pytest.raises(UserError, match="config.json: describes another model"):
+        load_model(out)

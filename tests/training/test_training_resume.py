@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from small import SETTINGS, STEPS, assert_same, final_state, small_recipe
 
+from lipnext_scale import stopping
 from lipnext_scale.data.samples import BUILTIN
 from lipnext_scale.errors import UserError
 from lipnext_scale.trainer import Trainer
@@ -124,7 +125,25 @@ def test_a_signal_saves_stops_and_loses_nothing(tmp_path: Path, number: signal.S
     assert process.returncode == 128 + number and 0 < step < 600
     assert f"{number.name} at step {step}: saved; the same command continues" in error
     subprocess.run(command, check=True, env=environment)
-    assert [r["step"] for r in _values(tmp_path / "run")] == list(range(1, 601))
+    steps = [r["step"] for r in _values(tmp_path / "run") if "train/loss" in r]
+    assert steps == list(range(1, 601))
+
+
+def test_the_same_wish_again_is_one_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals right after the first do nothing more; after a while one acts as without us."""
+    heard = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with stopping.stop_wishes() as wish:
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+            assert wish.signal is signal.SIGTERM and not heard
+            monkeypatch.setattr(stopping, "GRACE", 0.0)
+            time.sleep(0.01)
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def test_a_finished_run_is_left_alone(

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from lipnext_scale.errors import UserError
+from lipnext_scale.errors import RunFailed, UserError
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None  # None: this process alone
@@ -50,7 +50,7 @@ def reason_of(error: BaseException) -> str:
 def _attempt(group: dist.ProcessGroup, action: Callable[[], T]) -> tuple[T, None] | Exception:
     try:
         return action(), None
-    except UserError as error:
+    except (UserError, RunFailed) as error:
         return error
     except Exception:  # a bug: its traceback cannot travel but as text
         return RuntimeError(f"rank {dist.get_rank(group)}:\n{traceback.format_exc()}")

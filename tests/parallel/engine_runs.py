@@ -1,0 +1,382 @@
+"""Runs of one small LipNeXt under any engine on real processes, and how far two of them lie apart.
+
+The model has three blocks of width 18: six matrices, rows and classes that 4 ranks do not share
+evenly. Twenty steps meet Lookahead at 6, 12 and 18 and an epoch's end with its retraction at 15,
+so they end between Lookahead steps, with full buffers and slow weights of their own. About a third
+of the steps clip their gradient. See test_parallel_parity.py for the choice of ε, β and the seed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from gloo import run_processes
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lipnext_scale import trainer as trainer_module
+from lipnext_scale.checkpoint import (
+    Piece,
+    Pieces,
+    latest_checkpoint,
+    load_pieces,
+    read_facts,
+    stored_shapes,
+    verify_checkpoint,
+)
+from lipnext_scale.data import Samples, read_samples
+from lipnext_scale.models import group_reference, ops
+from lipnext_scale.parallel import training_pieces
+from lipnext_scale.parallel.single import DTYPES
+from lipnext_scale.recipe import Recipe, load_recipe
+from lipnext_scale.trainer import Trainer, to_unit_range
+
+# The sets are exchanged: 360 pictures are enough to train on, 15 steps an epoch, and 1437 to be
+# tested on are a number that neither 2 nor 4 ranks share evenly.
+SETTINGS = [
+    "data.train=builtin:digits/test-*.tar.gz",
+    "data.test=builtin:digits/train-*.tar.gz",
+    "data.batch_size=24",
+    "data.crop_padding=1",
+    "model.depth=3",
+    "model.width=18",
+    "model.image_size=8",
+    "model.patch_size=2",
+    "model.in_channels=1",
+    "model.beta=0.25",
+    "loss.radius_max=0.5",
+    "loss.logit_scale=4",
+    "optim.lr=1e-2",
+    "optim.euclidean_lr=1e-2",
+    "optim.eps=1e-2",
+    "optim.lookahead=6",
+    "optim.clip_norm=8",
+    "optim.epochs=2",
+    "optim.warmup_epochs=0.1",
+    "run.seed=32",
+    "run.max_steps=20",
+    "run.log_every=1",
+    "run.eval_every=0",
+    "run.checkpoint_every=0",
+    "run.measure_every=0",
+]
+STEPS = 20
+# How far runs may lie apart, of the largest number of each kind: test_parallel_parity.py says why.
+BOUNDS = {
+    "model": 1e-6,
+    "slow": 1e-6,
+    "loss": 1e-6,
+    "norm": 1e-5,
+    "exp_avg": 1e-5,
+    "exp_avg_sq": 1e-5,
+    "buffer": 5e-5,
+}
+MARGIN = 2e-5  # of pre-activations from 0, below which rounding might change a sign
+ULP = 2.0**-23
+Configurations = dict[str, list[str]]  # name → overrides of the recipe
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run as one rank saw it, or (with whole tensors as its pieces) as all of them did."""
+
+    losses: list[float]
+    norms: list[float]
+    scores: list[dict[str, float]]  # in the middle and at the end
+    counters: dict[str, float]
+    start: Pieces
+    end: Pieces
+    margin: float = 0.0
+
+    @property
+    def weights_at_start(self) -> dict[str, Tensor]:
+        return {name: piece.tensor for name, piece in self.start.items()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: piece.tensor for name, piece in self.end.items()}
+
+
+def recipe(directory: Path, *overrides: str) -> Recipe:
+    return load_recipe(None, [*SETTINGS, f"run.dir={directory}", *overrides])
+
+
+_samples: dict[tuple[Any, ...], Samples] = {}
+
+
+def read_once(*arguments: Any) -> Samples:
+    """read_samples, but once for all runs."""
+    if arguments not in _samples:
+        _samples[arguments] = read_samples(*arguments)
+    return _samples[arguments]
+
+
+def build_trainer(directory: Path, *overrides: str) -> Trainer:
+    """A trainer of the run in `directory`."""
+    with mock.patch.object(trainer_module, "read_samples", read_once):
+        return Trainer(recipe(directory, *overrides))
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120
+) -> list[Any]:
+    """`run_processes`; the ranks are given the sets, which they need not read then."""
+    data = recipe(Path("unused")).data
+    for key in ("train", "test"):
+        read_once(getattr(data, key), f"data.{key}", data.memory_limit_gb)
+    return run_processes(world_size, _with_samples, _samples, function, arguments, timeout=timeout)
+
+
+def _with_samples(
+    rank: int,
+    world_size: int,
+    samples: dict[tuple[Any, ...], Samples],
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> Any:
+    _samples.update(samples)
+    return function(rank, world_size, *arguments)
+
+
+def train(
+    directory: Path, *overrides: str, change: Callable[[Trainer], None] | None = None
+) -> Outcome:
+    """A run on this process, alone or together with the other ranks, step by step.
+
+    change: done to the trainer before its first step.
+    """
+    trainer = build_trainer(directory, *overrides)
+    if change is not None:
+        change(trainer)
+    start, margin = held_pieces(trainer, weights_only=True), float("inf")
+    told: list[dict[str, Any]] = []
+    scores: list[dict[str, float]] = []
+    for batch in trainer.loader:
+        if trainer.engine.name == "single" and trainer.recipe.parallel.accumulation == 1:
+            margin = min(margin, distance_from_kinks(trainer, batch.images))
+        told.append(trainer.train_step(batch))
+        if trainer.step in (STEPS // 2, trainer.last_step):
+            scores.append(trainer.evaluate())  # training must go on as if it had not been
+        if trainer.step == trainer.last_step:
+            break
+    require_rows_of_owners(trainer)
+    return Outcome(
+        losses=[float(values["train/loss"]) for values in told],
+        norms=[float(values["train/gradient_norm"]) for values in told],
+        scores=scores,
+        counters=trainer.optimizers.counters(),
+        start=start,
+        end=held_pieces(trainer),
+        margin=margin,
+    )
+
+
+def train_each(
+    rank: int, world_size: int, directory: Path, configurations: Configurations
+) -> dict[str, Outcome]:
+    """One after the other on the same processes."""
+    return {
+        name: train(directory / f"{world_size} {name}", *overrides)
+        for name, overrides in configurations.items()
+    }
+
+
+def run_each(
+    world_size: int, directory: Path, configurations: Configurations
+) -> dict[str, Outcome]:
+    """Every configuration on `world_size` ranks, as all of them together saw it."""
+    ranks = run_ranks(world_size, train_each, directory, configurations)
+    return {name: of_all_ranks([outcomes[name] for outcomes in ranks]) for name in configurations}
+
+
+def of_all_ranks(outcomes: Sequence[Outcome]) -> Outcome:
+    """The ranks agree on every number that they were told; their pieces are put together."""
+    first = outcomes[0]
+    for other in outcomes[1:]:
+        for key in ("losses", "norms", "scores", "counters"):
+            assert getattr(other, key) == getattr(first, key), f"the ranks differ in {key}"
+    start, end = (joined([getattr(o, key) for o in outcomes]) for key in ("start", "end"))
+    return replace(first, start=whole_pieces(start), end=whole_pieces(end))
+
+
+def held_pieces(trainer: Trainer, weights_only: bool = False) -> Pieces:
+    """A copy of what this rank holds. With the state of the optimizers, which is made if need be;
+    the weights alone leave the optimizers as they are."""
+    optimizers = None if weights_only else trainer.optimizers
+    pieces = training_pieces(trainer.model, optimizers, trainer.engine.owned_matrices())
+    return {name: replace(p, tensor=p.tensor.detach().clone()) for name, p in pieces.items()}
+
+
+def joined(parts: Sequence[Pieces]) -> dict[str, Tensor]:
+    """Whole tensors from the pieces of all ranks. What several hold has the same bits on all."""
+    wholes: dict[str, Tensor] = {}
+    for pieces in parts:
+        for name, piece in pieces.items():
+            whole = wholes.setdefault(name, torch.full(piece.shape, torch.nan))
+            assert piece.tensor.dtype == torch.float32, f"{name} is {piece.tensor.dtype}"
+            sizes = zip(piece.offset, piece.tensor.shape, strict=True)
+            here = whole[tuple(slice(start, start + length) for start, length in sizes)]
+            known = ~here.isnan()
+            assert torch.equal(here[known], piece.tensor[known]), f"two ranks differ in {name}"
+            here.copy_(piece.tensor)
+    for name, whole in wholes.items():
+        assert not whole.isnan().any(), f"no rank has some of {name}, or it is NaN"
+    return wholes
+
+
+def whole_pieces(tensors: dict[str, Tensor]) -> Pieces:
+    return {
+        name: Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+        for name, tensor in tensors.items()
+    }
+
+
+def require_rows_of_owners(trainer: Trainer) -> None:
+    """In the row layout: every rank's rows are those of the owner, in the type that computes."""
+    owned = trainer.engine.owned_matrices()
+    if owned is None:
+        return
+    dtype = DTYPES[trainer.recipe.parallel.precision]
+    for name, parameter in trainer.model.named_parameters():
+        if ".matrices." in name:
+            assert isinstance(parameter, DTensor)
+            whole = parameter.full_tensor()  # all ranks together
+            if name in owned.owned:
+                assert torch.equal(whole, owned.owned[name].to(dtype).float()), name
+
+
+def relative_errors(ours: Outcome, reference: Outcome) -> dict[str, float]:
+    """`tensor_errors` of all tensors, of the losses and of the gradient norms of all steps."""
+
+    def numbers(run: Outcome) -> dict[str, Tensor]:
+        told = {"loss": torch.tensor(run.losses), "norm": torch.tensor(run.norms)}
+        return {**run.tensors, **told}
+
+    return tensor_errors(numbers(ours), numbers(reference))
+
+
+def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    """The largest difference of each kind of number, in units of the largest of that kind.
+
+    A kind is the first part of a name: those of `training_pieces` are model, slow, exp_avg,
+    exp_avg_sq and buffer.
+    """
+    assert ours.keys() == reference.keys()
+    differences: dict[str, float] = {}
+    sizes: dict[str, float] = {}
+    for name, expected in reference.items():
+        kind, difference = name.partition(".")[0], ours[name] - expected
+        differences[kind] = max(differences.get(kind, 0.0), float(difference.abs().max()))
+        sizes[kind] = max(sizes.get(kind, 0.0), float(expected.abs().max()))
+    return {kind: difference / sizes[kind] for kind, difference in differences.items()}
+
+
+def rounding_alone(
+    directory: Path, reference: Outcome, parts: Sequence[int], *overrides: str
+) -> dict[str, float]:
+    """The most that cutting the batch into so many parts does to each kind within one process."""
+    errors = []
+    for count in parts:
+        cut = train(directory / f"{count} parts", *overrides, f"parallel.accumulation={count}")
+        errors.append(relative_errors(cut, reference))
+    return {kind: max(error[kind] for error in errors) for kind in BOUNDS}
+
+
+def assert_parity(ours: Outcome, reference: Outcome, rounding: dict[str, float]) -> None:
+    """Within the bounds, and within a small factor of what rounding alone does."""
+    errors = relative_errors(ours, reference)
+    assert errors.keys() == BOUNDS.keys()
+    for kind, error in errors.items():
+        assert error <= BOUNDS[kind], (kind, errors)
+        assert error <= 4 * max(rounding[kind], ULP), (kind, errors, rounding)
+    assert ours.scores == reference.scores  # the same counts of 1437 pictures
+    assert ours.counters == reference.counters
+
+
+def assert_same_bits(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+@torch.no_grad()
+def distance_from_kinks(trainer: Trainer, images: Tensor) -> float:
+    """The smallest |z| that β-Abs is given on a batch: how far all signs are from changing."""
+    met: list[float] = []
+    plain = ops.beta_abs
+
+    def noting(z: Tensor, beta: float) -> Tensor:
+        met.append(float(z[..., : int(z.shape[-1] * beta)].abs().min()))
+        return plain(z, beta)
+
+    model = trainer.recipe.model
+    x = to_unit_range(images, torch.device("cpu")) - 0.5
+    x = ops.space_to_depth(x, model.patch_size, model.width)
+    with mock.patch.object(ops, "beta_abs", noting):
+        for group in trainer.model.block_groups():
+            x = group_reference(x, group.orthogonal_weights(), group.bias, group.pos, group.spec)
+    assert len(met) == model.depth
+    return min(met)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a rank found when it took up a run, and what it left behind."""
+
+    first_step: int
+    counters: dict[str, Any]
+    found: Pieces
+    left: Pieces
+
+
+def continue_run(directory: Path, last_step: int, *overrides: str) -> Visit:
+    """Train the run in `directory` up to `last_step`, where a checkpoint is left."""
+    trainer = build_trainer(directory, *overrides, f"run.max_steps={last_step}")
+    first_step, found, counters = trainer.step, {}, {}
+    if first_step:
+        found = held_pieces(trainer)
+        counters = {
+            "loader": trainer.loader.state_dict(),
+            "optimizers": trainer.optimizers.counters(),
+            "steps": steps_taken(trainer),
+            "rng": torch.get_rng_state().tolist(),
+        }
+        require_rows_of_owners(trainer)
+    trainer.run()
+    require_rows_of_owners(trainer)
+    return Visit(first_step, counters, found, held_pieces(trainer))
+
+
+def continue_each(
+    rank: int, world_size: int, runs: Sequence[tuple[Path, int, list[str]]]
+) -> list[Visit]:
+    """`continue_run` of one run after the other."""
+    return [continue_run(path, last_step, *overrides) for path, last_step, overrides in runs]
+
+
+def steps_taken(trainer: Trainer) -> set[int]:
+    """What the state of either optimizer says of the steps it has seen."""
+    owned, states = trainer.engine.owned_matrices(), [*trainer.optimizers.euclidean.state.values()]
+    if owned is None:
+        states += trainer.optimizers.manifold.state.values()  # type: ignore[attr-defined]
+    else:
+        states += [owned.state_of(name) for name in owned.owned]
+    return {int(state["step"]) for state in states}
+
+
+def stored(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(facts, tensors) of the newest checkpoint of a run."""
+    path = latest_checkpoint(directory / "checkpoints")
+    assert path is not None
+    return checkpoint_content(path)
+
+
+def checkpoint_content(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Loading asks for the type that is stored, so this is also a test that all is float32."""
+    verify_checkpoint(path)
+    tensors = {name: torch.full(shape, torch.nan) for name, shape in stored_shapes(path).items()}
+    load_pieces(path, whole_pieces(tensors))
+    return read_facts(path), tensors

@@ -1,0 +1,111 @@
+"""A small run as users start it: by python, torchrun or accelerate, watched and interfered with."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# 120 steps of some 20 ms. ε is large enough that Adam does not make steps of rounding errors.
+SETTINGS = [
+    "data.train=builtin:digits/test-*.tar.gz",
+    "data.test=builtin:digits/test-*.tar.gz",
+    "data.batch_size=72",
+    "model.depth=2",
+    "model.width=16",
+    "model.image_size=8",
+    "model.patch_size=4",
+    "model.in_channels=1",
+    "optim.epochs=24",
+    "optim.warmup_epochs=1",
+    "optim.lookahead=3",
+    "optim.eps=1e-3",
+    "loss.logit_scale=8",
+    "run.eval_every=12",
+    "run.log_every=1",
+    "run.checkpoint_every=0",
+]
+STEPS = 120
+PATIENCE = 120  # seconds, of a test
+
+
+def python() -> list[str]:
+    return [sys.executable, "-m", "lipnext_scale.train"]
+
+
+def torchrun() -> list[str]:
+    """Two processes; --standalone finds a free port by itself."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", "2", "-m", "lipnext_scale.train"]
+
+
+def accelerate() -> list[str]:
+    """Two processes, which --multi_gpu starts on CPUs just as well."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    launcher += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    launcher += ["--dynamo_backend", "no", "--main_process_port", str(free_port())]
+    return [*launcher, "-m", "lipnext_scale.train"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def train(launcher: list[str], *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A run to its end."""
+    with started(launcher, *overrides) as process:
+        out, error = process.communicate(timeout=PATIENCE)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
+@contextmanager
+def started(launcher: list[str], *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """A run that goes on; afterwards neither it nor its workers are left."""
+    process = subprocess.Popen(
+        [*launcher, *SETTINGS, *overrides],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        left = workers(process.pid) if process.poll() is None else {}
+        for pid in left.values():
+            os.kill(pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def workers(launcher: int) -> dict[int, int]:
+    """rank → process id of the workers that a launcher has started, as /proc tells."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            variables = (process / "environ").read_text().split("\0")
+        except (OSError, ValueError):  # it has just ended, or is not ours to look at
+            continue
+        if parent == launcher:
+            environment = dict(text.split("=", 1) for text in variables if "=" in text)
+            if "RANK" in environment:
+                found[int(environment["RANK"])] = int(process.name)
+    return found

@@ -1,0 +1,155 @@
+"""`parallel.*`: what it refuses, and what `auto` makes of it on the processes that there are."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lipnext_scale.config import ConfigError, from_dict
+from lipnext_scale.models import LipNeXtConfig
+from lipnext_scale.parallel import ParallelConfig, build_engine
+from lipnext_scale.parallel.processes import Processes, choose_device
+from lipnext_scale.plan import fake_processes
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"shard_size": -1}, "parallel.shard_size = -1: must be at least 0"),
+    ({"prefetch": -1}, "parallel.prefetch = -1: must be at least 0"),
+    ({"accumulation": 0}, "parallel.accumulation = 0: must be at least 1"),
+    ({"row_bucket_mb": 0}, "parallel.row_bucket_mb = 0: must be at least 1"),
+    (
+        {"reduce_precision": "bf16"},
+        "parallel.reduce_precision = 'bf16': needs precision = 'bf16'; fp32 gradients stay fp32",
+    ),
+    (
+        {"weight_layout": "row", "engine": "single"},
+        "parallel.weight_layout = 'row': needs engine = 'fsdp', not 'single': "
+        "without shards there are no rows to share",
+    ),
+    (
+        {"weight_layout": "row", "engine": "ddp"},
+        "parallel.weight_layout = 'row': needs engine = 'fsdp', not 'ddp': "
+        "without shards there are no rows to share",
+    ),
+    (
+        {"shard_size": 2, "engine": "ddp"},
+        "parallel.shard_size = 2: needs engine = 'fsdp', not 'ddp'",
+    ),
+    (
+        {"engine": "fdsp"},
+        "parallel.engine = 'fdsp': must be one of auto, single, ddp, fsdp; did you mean fsdp?",
+    ),
+    ({"precision": "fp16"}, "parallel.precision = 'fp16': must be one of fp32, bf16; did you mean"),
+    ({"compile": 1}, "parallel.compile = 1: must be true or false"),
+    (
+        {"acumulation": 2},
+        "parallel.acumulation = 2: unknown key; did you mean parallel.accumulation?",
+    ),
+]
+
+
+@pytest.mark.parametrize("values, message", REFUSED, ids=[",".join(v) for v, _ in REFUSED])
+def test_what_cannot_be_is_refused_in_a_line(values: dict[str, Any], message: str) -> None:
+    """The message names the key, its value and what is right."""
+    with pytest.raises(ConfigError) as refusal:
+        from_dict(ParallelConfig, values, "parallel")
+    assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
+
+
+def test_the_row_layout_may_be_asked_of_auto() -> None:
+    """auto can become fsdp, so it is no contradiction; nor is fsdp said outright."""
+    for engine in ("auto", "fsdp"):
+        assert from_dict(ParallelConfig, {"weight_layout": "row", "engine": engine})
+
+
+CHOICES = [
+    # engine, layout, processes, of a node → how the engine describes itself
+    ("auto", "bank", 2, 2, "fsdp 1 × 2, bank layout, fp32"),
+    ("auto", "bank", 16, 8, "fsdp 2 × 8, bank layout, fp32"),
+    ("auto", "row", 16, 8, "fsdp 2 × 8, row layout, fp32"),
+    ("auto", "row", 1, 1, "fsdp 1 × 1, row layout, fp32"),
+    ("auto", "bank", 12, 8, "fsdp 1 × 12, bank layout, fp32"),
+    ("fsdp", "bank", 1, 1, "fsdp 1 × 1, bank layout, fp32"),
+    ("ddp", "bank", 4, 4, "ddp, fp32"),
+    ("single", "bank", 1, 1, "single, fp32"),
+]
+
+
+@pytest.mark.parametrize("engine, layout, processes, per_node, description", CHOICES)
+def test_the_engine_suits_the_processes(
+    engine: Any, layout: Any, processes: int, per_node: int, description: str
+) -> None:
+    """auto: single for one process, fsdp for several, or where rows are wanted."""
+    with fake_processes(0, processes):
+        built = build_engine(ParallelConfig(engine=engine, weight_layout=layout), "cpu", per_node)
+        assert built.describe() == description
+
+
+def test_alone_no_process_group_is_made() -> None:
+    """auto on one process is plain Python: nothing is opened, nothing left."""
+    engine = build_engine(ParallelConfig(), "cpu")
+    assert engine.describe() == "single, fp32" and not dist.is_initialized()
+    processes = engine.processes
+    assert (processes.rank, processes.world_size, processes.host_group) == (0, 1, None)
+    processes.close()
+
+
+def test_one_process_gets_a_group_of_its_own_where_it_needs_one() -> None:
+    """For fsdp and the row layout; without a launcher's addresses and ports. close() ends it."""
+    engine = build_engine(ParallelConfig(weight_layout="row"), "cpu")
+    try:
+        assert dist.get_world_size() == 1
+        assert engine.processes.first_does(lambda: "done") == "done"
+    finally:
+        engine.processes.close()
+    assert not dist.is_initialized()
+
+
+def test_single_is_refused_where_several_were_started() -> None:
+    with fake_processes(0, 2), pytest.raises(ConfigError) as refusal:
+        build_engine(ParallelConfig(engine="single"), "cpu")
+    assert str(refusal.value) == (
+        "parallel.engine = 'single': 2 processes were started; use fsdp or ddp, or start one"
+    )
+
+
+def test_a_shard_size_that_does_not_divide_the_processes_is_refused() -> None:
+    with fake_processes(0, 8), pytest.raises(ConfigError, match=r"shard_size = 3: must divide.* 8"):
+        build_engine(ParallelConfig(shard_size=3), "cpu")
+
+
+def test_the_launchers_environment_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LOCAL_WORLD_SIZE decides what a node is; without it all processes are on one."""
+    with fake_processes(3, 8):
+        assert Processes("cpu").local_world_size == 8
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert (Processes("cpu").rank, Processes("cpu").local_world_size) == (3, 4)
+        assert build_engine(ParallelConfig(), "cpu").describe().startswith("fsdp 2 × 4")
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None at all, or too few for the processes of this node; auto then takes the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto").type == "cpu"
+    with pytest.raises(ConfigError, match="run.device = 'cuda': no GPU is visible here"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", local_rank=1) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="this node has 2 GPUs, too few for its process 2"):
+        choose_device("cuda", local_rank=2)
+
+
+def test_precision_and_layout_reach_the_model() -> None:
+    """bf16 is what groups compute in, never what parameters are; rows are parameters [C, C]."""
+    small = LipNeXtConfig(depth=4, width=16, image_size=8)
+    with fake_processes(0, 2):
+        config = ParallelConfig(weight_layout="row", precision="bf16", recompute_activations=True)
+        model = build_engine(config, "cpu").place(small)
+    assert {tuple(p.shape) for g in model.block_groups() for p in g.orthogonal_parameters()} == {
+        (16, 16)
+    }
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(group.recompute for group in model.block_groups())
+    alone = build_engine(ParallelConfig(precision="bf16"), "cpu").place(small)
+    assert {group.compute_dtype for group in alone.block_groups()} == {torch.bfloat16}
