@@ -33,7 +33,7 @@ class RunConfig:
     keep_every: int = 0
     # Go on training while a checkpoint is written.
     async_checkpoint: bool = True
-    # Steps between measurements of traffic and memory, from the second on; 0: never.
+    # Steps between measurements of traffic and memory, beside the third of every start; 0: never.
     measure_every: int = 1000
 
     def __post_init__(self) -> None:

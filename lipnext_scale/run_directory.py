@@ -22,17 +22,25 @@ class RunDirectory:
         self.curve_picture = self.path / "cra.png"
         self.examples_picture = self.path / "examples.png"
 
-    def open_for(self, recipe: Recipe) -> None:
-        """Make the directory, or check that it is this run's; write the resolved configuration."""
+    def require_free_or_same(self, recipe: Recipe) -> None:
+        """Nothing is here yet, or this run is."""
         try:
-            if self.config.exists():
-                self._check_same_run(recipe)
+            there = self.config.exists()
+        except OSError as error:
+            raise self._not_writable(error) from None
+        if there:
+            self._check_same_run(recipe)
+
+    def open_for(self, recipe: Recipe) -> None:
+        """Make the directory and write the resolved configuration."""
+        try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, configuration.dump(recipe).encode())
         except OSError as error:
-            raise UserError(
-                f"run.dir = {str(self.path)!r}: cannot be written: {error.strerror}"
-            ) from None
+            raise self._not_writable(error) from None
+
+    def _not_writable(self, error: OSError) -> UserError:
+        return UserError(f"run.dir = {str(self.path)!r}: cannot be written: {error.strerror}")
 
     def _check_same_run(self, recipe: Recipe) -> None:
         there = self.recipe()

@@ -95,7 +95,10 @@ class RunState:
             if self._init_from:
                 self._start_from(Path(self._init_from))
             return 0
-        verify_checkpoint(path, processes.checkpoint_group)
+        try:
+            verify_checkpoint(path, processes.checkpoint_group)
+        except UserError as error:
+            raise UserError(f"{error}; remove {path} to go on from the one before it") from None
         facts = read_facts(path)
         owned = self._engine.owned_matrices()
         pieces = training_pieces(self._model, self._optimizers, owned)

@@ -14,7 +14,7 @@ from lipnext_scale.losses import class_distances, compute_loss, training_radius
 from lipnext_scale.metrics import Metrics, Progress
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.optim import Optimizers, local_part
-from lipnext_scale.parallel import build_engine
+from lipnext_scale.parallel import build_engine, lost_a_peer
 from lipnext_scale.parallel.measuring import StepMeasurement
 from lipnext_scale.recipe import Recipe
 from lipnext_scale.run_directory import RunDirectory
@@ -41,13 +41,14 @@ class Trainer:
         self.model = self._build_model()
         self.optimizers = Optimizers(self.model, recipe.optim, self.engine.manifold_optimizer)
         self.directory = RunDirectory(recipe.run.dir)
-        self.processes.first_does(lambda: self.directory.open_for(recipe))
+        self.processes.first_does(lambda: self.directory.require_free_or_same(recipe))
         self.state = RunState(
             self.directory.checkpoints, recipe.run, self.engine, self.model, self.optimizers
         )
         self.wish = StopWish()
         self.stop_signal: Signals | None = None
-        self.step = self.state.resume(self.loader)
+        self.step = self.started_at = self.state.resume(self.loader)
+        self.processes.first_does(lambda: self.directory.open_for(recipe))
         if self.step and self.is_first:
             print(f"continuing {self.directory.path} from step {self.step}")
 
@@ -111,6 +112,12 @@ class Trainer:
         except OSError as error:
             where = error.filename or run.dir
             raise RunFailed(f"step {self.step}: {where}: {error.strerror}") from None
+        except RuntimeError as error:
+            if not lost_a_peer(error):
+                raise
+            raise RunFailed(
+                f"step {self.step}: another process has ended; the same command continues {run.dir}"
+            ) from None
         finally:
             progress.close()
             if metrics is not None:
@@ -180,8 +187,9 @@ class Trainer:
                 return
 
     def _measure_now(self) -> bool:
-        every = self.recipe.run.measure_every
-        return bool(every) and (self.step == 1 or (self.step + 1) % every == 0)
+        every, done = self.recipe.run.measure_every, self.step - self.started_at
+        # The first steps of a process also make buffers and, with DDP, settle their order.
+        return bool(every) and (done == 2 or (self.step + 1) % every == 0)
 
     def _save_or_stop(self, done: bool) -> None:
         run, signal = self.recipe.run, self.stop_signal

@@ -67,6 +67,10 @@ def is_export(path: Path) -> bool:
 def open_export(path: Path) -> Iterator[tuple[LipNeXtConfig, Any]]:
     """(architecture, safetensors file) of an export; whatever is wrong with it is a UserError."""
     weights = path / WEIGHTS if path.is_dir() else path
+    if not weights.is_file():
+        raise UserError(
+            f"{path}: is not an export; python -m lipnext_scale.export --run RUN makes one"
+        )
     try:
         file = safe_open(weights, framework="pt")
     except (OSError, SafetensorError) as error:

@@ -5,7 +5,7 @@ from lipnext_scale.parallel.ddp import DDPEngine
 from lipnext_scale.parallel.engine import Engine
 from lipnext_scale.parallel.fsdp import FSDPEngine
 from lipnext_scale.parallel.pieces import training_pieces
-from lipnext_scale.parallel.processes import Processes
+from lipnext_scale.parallel.processes import Processes, lost_a_peer
 from lipnext_scale.parallel.single import SingleEngine
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Processes",
     "SingleEngine",
     "build_engine",
+    "lost_a_peer",
     "training_pieces",
 ]
 

@@ -85,6 +85,12 @@ class Processes:
             dist.destroy_process_group()
 
 
+def lost_a_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process is gone."""
+    said = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in said)
+
+
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

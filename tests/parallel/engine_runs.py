@@ -83,6 +83,7 @@ Configurations = dict[str, list[str]]  # name → overrides of the recipe
 class Outcome:
     """A run as one rank saw it, or (with whole tensors as its pieces) as all of them did."""
 
+    engine: str
     losses: list[float]
     norms: list[float]
     scores: list[dict[str, float]]  # in the middle and at the end
@@ -164,6 +165,7 @@ def train(
             break
     require_rows_of_owners(trainer)
     return Outcome(
+        engine=trainer.engine.describe(),
         losses=[float(values["train/loss"]) for values in told],
         norms=[float(values["train/gradient_norm"]) for values in told],
         scores=scores,
@@ -196,7 +198,7 @@ def of_all_ranks(outcomes: Sequence[Outcome]) -> Outcome:
     """The ranks agree on every number that they were told; their pieces are put together."""
     first = outcomes[0]
     for other in outcomes[1:]:
-        for key in ("losses", "norms", "scores", "counters"):
+        for key in ("engine", "losses", "norms", "scores", "counters"):
             assert getattr(other, key) == getattr(first, key), f"the ranks differ in {key}"
     start, end = (joined([getattr(o, key) for o in outcomes]) for key in ("start", "end"))
     return replace(first, start=whole_pieces(start), end=whole_pieces(end))
@@ -269,6 +271,7 @@ def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict
     sizes: dict[str, float] = {}
     for name, expected in reference.items():
         kind, difference = name.partition(".")[0], ours[name] - expected
+        assert bool(difference.isfinite().all()), name
         differences[kind] = max(differences.get(kind, 0.0), float(difference.abs().max()))
         sizes[kind] = max(sizes.get(kind, 0.0), float(expected.abs().max()))
     return {kind: difference / sizes[kind] for kind, difference in differences.items()}

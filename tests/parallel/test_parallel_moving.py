@@ -159,6 +159,7 @@ def test_a_run_may_move_again_and_again(single: Outcome, tmp_path: Path) -> None
     assert_end_of_one_process(run, single)
 
 
+@pytest.mark.slow
 def test_checkpoints_written_aside_are_the_same(tmp_path: Path) -> None:
     """async_checkpoint: the training goes on while each of many is written, and changes none."""
     settings = [*ROW, "run.checkpoint_every=1", "run.keep_every=1"]

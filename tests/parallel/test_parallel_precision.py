@@ -126,6 +126,7 @@ def train_and_resume(directory: Path, *overrides: str) -> Result:
         assert seen.group_outputs == {expected}
         assert seen.head_weights == seen.head_outputs == {torch.float32}
         assert seen.rounded_heads == 0
+    assert len(losses) == STEPS  # the second trainer did take up where the first had stopped
     return Result(losses, start, held_pieces(trainer))
 
 

@@ -183,6 +183,12 @@ def test_a_run_does_not_start_from_an_export_that_does_not_fit(
     save_export(model, tmp_path / "export")
     with pytest.raises(UserError, match=said):
         Trainer(recipe)
+    assert not (tmp_path / "run").exists()  # free for the corrected command
+
+
+def test_a_run_is_no_export_to_start_from(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is not an export; .*lipnext_scale\.export --run"):
+        Trainer(small_recipe(tmp_path / "new", f"run.init_from={run}"))
 
 
 def test_an_export_as_a_directory(run: Path, tmp_path: Path) -> None:
