@@ -109,6 +109,8 @@ class Trainer:
         try:
             with stop_wishes() as self.wish, self.state.finishing():
                 self._loop(metrics, progress)
+        except BrokenPipeError:  # of whoever reads our output: not the run's
+            raise
         except OSError as error:
             where = error.filename or run.dir
             raise RunFailed(f"step {self.step}: {where}: {error.strerror}") from None
