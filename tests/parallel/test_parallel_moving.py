@@ -80,16 +80,11 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return train(tmp_path_factory.mktemp("moving") / "single")
 
 
-def train_straight_and_half(place: Place, directory: Path, half: int) -> None:
-    """Two runs: `straight`, undisturbed to the end, and `half`, stopped in between."""
-    visit(place, [(directory / "straight", STEPS), (directory / "half", half)])
-
-
 @pytest.fixture(scope="module")
 def four_banks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both runs on four ranks in the bank layout; stopped after 8 of 20 steps."""
+    """On four ranks in the bank layout: `straight` to the end, `half` stopped after 8 steps."""
     directory = tmp_path_factory.mktemp("four banks")
-    train_straight_and_half((4, BANK), directory, half=8)
+    visit((4, BANK), [(directory / "straight", STEPS), (directory / "half", 8)])
     return directory
 
 
