@@ -27,11 +27,11 @@ demo: env
 
 # Everything: style, types, all tests.
 test: env lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m '' tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m '' tests
 
 # What a contributor runs all day.
 check: env lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests
 
 lint: env
 	$(BIN)/ruff format --check .

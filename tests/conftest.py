@@ -1,9 +1,11 @@
 """Fixtures that several directories of tests share."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from lipnext_scale.recipe import load_recipe
 from lipnext_scale.trainer import Trainer
@@ -18,11 +20,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of the README's demo, trained to the end.
+    """The run directory of the README's demo, trained to the end: once for all pytest workers.
 
-    Tests that use it are marked slow and xdist_group("demo"), so that one worker trains it once.
+    Tests that use it are marked slow.
     """
-    directory = tmp_path_factory.mktemp("demo") / "digits"
-    recipe = load_recipe(str(ROOT / "configs" / "digits.yaml"), [f"run.dir={directory}"])
-    Trainer(recipe).run()
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # that of all workers
+    directory = base / "demo" / "digits"
+    directory.parent.mkdir(exist_ok=True)
+    with FileLock(base / "demo.lock"):
+        recipe = load_recipe(str(ROOT / "configs" / "digits.yaml"), [f"run.dir={directory}"])
+        Trainer(recipe).run()  # where it is trained already this does nothing
     return directory

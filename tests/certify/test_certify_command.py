@@ -7,7 +7,7 @@ import pytest
 
 from lipnext_scale.certify.__main__ import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]
+pytestmark = pytest.mark.slow
 
 
 def test_the_demo_reaches_its_figures(demo_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

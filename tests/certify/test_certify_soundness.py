@@ -10,7 +10,7 @@ from lipnext_scale.certify import certified_radii, lipschitz_bound, load_model
 from lipnext_scale.data import Samples, read_samples
 from lipnext_scale.models import LipNeXt
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from lipnext_scale.weights import save_export
 
 README = Path(__file__).parents[2] / "README.md"
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]
+pytestmark = pytest.mark.slow
 
 
 def test_the_python_of_the_readme_runs(

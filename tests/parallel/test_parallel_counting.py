@@ -22,8 +22,6 @@ from lipnext_scale.optim import OptimConfig, Optimizers
 from lipnext_scale.parallel import ParallelConfig, build_engine
 from lipnext_scale.parallel.measuring import training_memory
 
-pytestmark = pytest.mark.xdist_group("parallel_counting")
-
 WIDTH, MATRICES, STEPS = 64, 8, 6
 MATRIX = 4 * WIDTH**2
 # Two groups of blocks, everything divisible by four ranks. Six steps cross two Lookahead steps,

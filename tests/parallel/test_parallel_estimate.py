@@ -21,8 +21,6 @@ from lipnext_scale.parallel.memory import Memory
 from lipnext_scale.parallel.row_exchange import WORD
 from lipnext_scale.trainer import Trainer
 
-pytestmark = pytest.mark.xdist_group("parallel_estimate")
-
 FSDP, DDP, ROW = "parallel.engine=fsdp", "parallel.engine=ddp", "parallel.weight_layout=row"
 HSDP, TWICE = "parallel.shard_size=2", "parallel.accumulation=2"
 BF16, BF16_SUMS = "parallel.precision=bf16", "parallel.reduce_precision=bf16"

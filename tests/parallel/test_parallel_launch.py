@@ -20,7 +20,7 @@ from launch_commands import (
 )
 from training.small import assert_same, final_state
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel_launch")]
+pytestmark = pytest.mark.slow
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds a launcher's workers in /proc"
 )

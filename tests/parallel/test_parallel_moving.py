@@ -37,8 +37,6 @@ from lipnext_scale.checkpoint import Pieces
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.weights import load_run_model, save_export, stable_parameters
 
-pytestmark = pytest.mark.xdist_group("moving")
-
 BANK: list[str] = []
 ROW, DDP = ["parallel.weight_layout=row"], ["parallel.engine=ddp"]
 HSDP = ["parallel.shard_size=2"]

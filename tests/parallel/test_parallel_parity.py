@@ -51,8 +51,6 @@ from lipnext_scale.models import LipNeXt
 from lipnext_scale.parallel import training_pieces
 from lipnext_scale.trainer import Trainer
 
-pytestmark = pytest.mark.xdist_group("parity")  # one worker has the runs that the tests share
-
 PARTS = [2, 3, 6, 24]
 
 ROW, HSDP = "parallel.weight_layout=row", "parallel.shard_size=2"

@@ -29,8 +29,6 @@ from lipnext_scale.checkpoint import Pieces
 from lipnext_scale.models import Head
 from lipnext_scale.trainer import Trainer
 
-pytestmark = pytest.mark.xdist_group("precision")
-
 # Some channels must be shifted: without, the first forward pass gives the channels that the stem
 # pads with zeros nothing but rounding, and the gradient of their norm is a matter of chance.
 TINY = [

@@ -41,8 +41,6 @@ from lipnext_scale.optim import local_part
 from lipnext_scale.parallel import SingleEngine
 from lipnext_scale.trainer import Trainer
 
-pytestmark = pytest.mark.xdist_group("uneven")
-
 ROW, HSDP = "parallel.weight_layout=row", "parallel.shard_size=2"
 # name → settings of a model, and a seed that keeps it clear of kinks.
 MODELS = {
