@@ -1,12 +1,10 @@
-"""What a run tells: metrics.jsonl, TensorBoard events, a progress bar or plain lines."""
+"""What a run tells: metrics.jsonl and TensorBoard events."""
 
 import json
-import sys
 import time
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 from lipnext_scale.files import write_atomically
 
@@ -50,57 +48,3 @@ def _lines(path: Path) -> list[str]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             complete.append(line)
     return complete
-
-
-class Progress:
-    """A bar on a terminal; in a log plain lines, at most one every `log_seconds` (0: none).
-
-    silent: show nothing, as all processes but the first.
-    """
-
-    def __init__(
-        self,
-        total: int,
-        done: int = 0,
-        unit: str = "step",
-        title: str = "",
-        log_seconds: float = 0,
-        silent: bool = False,
-    ) -> None:
-        self._silent = silent
-        self._terminal = sys.stderr.isatty() and not silent
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            unit=unit,
-            desc=title,
-            disable=not self._terminal,
-            dynamic_ncols=True,
-        )
-        self._total, self._unit, self._title = total, unit, title
-        self._done = self._begun = done
-        self._log_seconds, self._start, self._logged = log_seconds, time.time(), time.time()
-
-    def advance(self, by: int = 1) -> None:
-        self._bar.update(by)
-        self._done += by
-        now = time.time()
-        if not self._terminal and self._log_seconds and now - self._logged >= self._log_seconds:
-            self._logged = now
-            rate = (self._done - self._begun) / (now - self._start)
-            print(
-                f"{self._title}: {self._done}/{self._total} {self._unit}s, {rate:.0f}/s, "
-                f"{(self._total - self._done) / rate:.0f} s to go",
-                flush=True,
-            )
-
-    def say(self, line: str) -> None:
-        if self._silent:
-            return
-        if self._terminal:
-            self._bar.write(line)
-        else:
-            print(line, flush=True)
-
-    def close(self) -> None:
-        self._bar.close()

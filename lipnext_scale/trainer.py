@@ -11,11 +11,12 @@ from lipnext_scale.config import ConfigError
 from lipnext_scale.data import Batch, Loader, MemoryLoader, Samples, rank_share, read_samples
 from lipnext_scale.errors import RunFailed, Stopped, UserError
 from lipnext_scale.losses import class_distances, compute_loss, training_radius
-from lipnext_scale.metrics import Metrics, Progress
+from lipnext_scale.metrics import Metrics
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.optim import Optimizers, local_part
 from lipnext_scale.parallel import build_engine, lost_a_peer
 from lipnext_scale.parallel.measuring import StepMeasurement
+from lipnext_scale.progress import Progress
 from lipnext_scale.recipe import Recipe
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.run_state import RunState

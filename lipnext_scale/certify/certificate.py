@@ -12,8 +12,8 @@ from lipnext_scale.certify.lipschitz import lipschitz_bound
 from lipnext_scale.certify.radius import evaluate_radii
 from lipnext_scale.data import Samples
 from lipnext_scale.files import write_atomically
-from lipnext_scale.metrics import Progress
 from lipnext_scale.models import LipNeXt
+from lipnext_scale.progress import Progress
 
 DEFAULT_RADII = (36 / 255, 72 / 255, 108 / 255, 0.5)
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from lipnext_scale.certify.lipschitz import lipschitz_bound
 from lipnext_scale.losses import class_distances
-from lipnext_scale.metrics import Progress
 from lipnext_scale.models import LipNeXt
+from lipnext_scale.progress import Progress
 
 
 @torch.no_grad()
