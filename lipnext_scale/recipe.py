@@ -80,7 +80,13 @@ CHANGEABLE = {
     "parallel.row_bucket_mb",
     "parallel.shard_size",
     "parallel.weight_layout",
+    "data.bad_sample_limit",
+    "data.cache_dir",
     "data.memory_limit_gb",
+    "data.on_bad_sample",
+    "data.prefetch",
+    "data.verify",
+    "data.workers",
 }
 
 
@@ -94,12 +100,7 @@ class Recipe:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        if self.data.crop_padding >= self.model.image_size:
-            raise ConfigError(
-                "data.crop_padding",
-                self.data.crop_padding,
-                f"must be below model.image_size = {self.model.image_size}",
-            )
+        self.data.require_image_size(self.model.image_size)
 
     def require_batch_for(self, world_size: int) -> None:
         """Every process takes an equal share of the batch, in equal parts."""

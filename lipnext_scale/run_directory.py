@@ -18,6 +18,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
+        self.checked_shards = self.path / "checked_shards.txt"
         self.certificate = self.path / "certificate.json"
         self.curve_picture = self.path / "cra.png"
         self.examples_picture = self.path / "examples.png"
@@ -31,11 +32,13 @@ class RunDirectory:
         if there:
             self._check_same_run(recipe)
 
-    def open_for(self, recipe: Recipe) -> None:
-        """Make the directory and write the resolved configuration."""
+    def open_for(self, recipe: Recipe, checked_shards: list[str]) -> None:
+        """Make the directory; write the resolved configuration and what shards were checked."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, configuration.dump(recipe).encode())
+            if checked_shards:
+                write_atomically(self.checked_shards, "\n".join(checked_shards).encode())
         except OSError as error:
             raise self._not_writable(error) from None
 

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from lipnext_scale.certify.radius import nominal_radii
 from lipnext_scale.config import ConfigError
-from lipnext_scale.data import Batch, Loader, MemoryLoader, Samples, rank_share, read_samples
+from lipnext_scale.data import Batch, DataSets, StreamLoader
+from lipnext_scale.data.bad_samples import BadSamples
+from lipnext_scale.data.loader import lost_a_worker
+from lipnext_scale.data_check import require_same_samples, require_whole_shards
 from lipnext_scale.errors import RunFailed, Stopped, UserError
 from lipnext_scale.losses import class_distances, compute_loss, training_radius
 from lipnext_scale.metrics import Metrics
@@ -22,8 +25,6 @@ from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.run_state import RunState
 from lipnext_scale.stopping import StopWish, stop_wishes
 
-EVALUATION_BATCH = 512
-
 
 class Trainer:
     """A run: built from a recipe, continued from its newest checkpoint, trained to the end."""
@@ -31,25 +32,24 @@ class Trainer:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         torch.manual_seed(recipe.run.seed)  # nothing draws from it yet, and nothing may differ
-        train = read_samples(recipe.data.train, "data.train", recipe.data.memory_limit_gb)
-        self.test = read_samples(recipe.data.test, "data.test", recipe.data.memory_limit_gb)
-        for key, samples in (("data.train", train), ("data.test", self.test)):
-            model = recipe.model
-            samples.require_fits(key, model.image_size, model.in_channels, model.num_classes)
+        model = recipe.model
+        self.data = DataSets(recipe.data, model.image_size, model.in_channels, model.num_classes)
         self.engine = build_engine(recipe.parallel, recipe.run.device)
         self.processes = self.engine.processes
-        self.loader: Loader = self._build_loader(train)
+        self.directory = RunDirectory(recipe.run.dir)
+        self.loader = self._build_loader()
+        self.bad_samples = BadSamples(recipe.data.bad_sample_limit)
+        self.processes.first_does(lambda: self.directory.require_free_or_same(recipe))
+        checked = self._check_shards()
         self.model = self._build_model()
         self.optimizers = Optimizers(self.model, recipe.optim, self.engine.manifold_optimizer)
-        self.directory = RunDirectory(recipe.run.dir)
-        self.processes.first_does(lambda: self.directory.require_free_or_same(recipe))
         self.state = RunState(
             self.directory.checkpoints, recipe.run, self.engine, self.model, self.optimizers
         )
         self.wish = StopWish()
         self.stop_signal: Signals | None = None
         self.step = self.started_at = self.state.resume(self.loader)
-        self.processes.first_does(lambda: self.directory.open_for(recipe))
+        self.processes.first_does(lambda: self.directory.open_for(recipe, checked))
         if self.step and self.is_first:
             print(f"continuing {self.directory.path} from step {self.step}")
 
@@ -58,20 +58,18 @@ class Trainer:
         """Whether this is the process that speaks and writes for all."""
         return self.processes.rank == 0
 
-    def _build_loader(self, samples: Samples) -> Loader:
-        data = self.recipe.data
+    def _build_loader(self) -> StreamLoader:
         self.recipe.require_batch_for(self.processes.world_size)
-        self._require_same_samples("data.train", data.train, samples)
-        self._require_same_samples("data.test", data.test, self.test)
+        require_same_samples(self.data.all, self.processes)
         rank, world_size = self.processes.rank, self.processes.world_size
-        return MemoryLoader(samples, data, self.recipe.run.seed, rank, world_size)
+        pin_memory = self.processes.device.type == "cuda"
+        return self.data.training_loader(self.recipe.run.seed, rank, world_size, pin_memory)
 
-    def _require_same_samples(self, key: str, value: str, samples: Samples) -> None:
-        """A node with another copy of the data would train or evaluate out of step."""
-        prints = self.processes.gather_objects(samples.fingerprint())
-        for rank, fingerprint in enumerate(prints):
-            if fingerprint != prints[0]:
-                raise ConfigError(key, value, f"rank {rank} reads other samples than rank 0")
+    def _check_shards(self) -> list[str]:
+        """What is known of the shards after looking at those that have not been looked at."""
+        if not self.recipe.data.verify:
+            return []
+        return require_whole_shards(self.data.all, self.processes, self.directory.checked_shards)
 
     def _build_model(self) -> LipNeXt:
         """The model on its processes, with its initial weights."""
@@ -116,6 +114,11 @@ class Trainer:
             where = error.filename or run.dir
             raise RunFailed(f"step {self.step}: {where}: {error.strerror}") from None
         except RuntimeError as error:
+            if lost_a_worker(error):
+                raise RunFailed(
+                    f"step {self.step}: a process that makes batches (data.workers) has ended: was "
+                    f"it killed for lack of memory?; the same command continues {run.dir}"
+                ) from None
             if not lost_a_peer(error):
                 raise
             raise RunFailed(
@@ -175,6 +178,8 @@ class Trainer:
                 clock, timed_from = time.perf_counter(), self.step
                 told = {name: float(value) for name, value in values.items()}
                 told["images_per_second"] = rate * self.recipe.data.batch_size
+                told |= self.loader.stats.take()
+                self._tell_bad_samples(told, progress)
                 if due and metrics is not None:  # a stop in between leaves no trace in the metrics
                     metrics.write(self.step, told)
                 progress.say(self._line(batch, told))
@@ -188,6 +193,15 @@ class Trainer:
             self._save_or_stop(done)
             if done:
                 return
+
+    def _tell_bad_samples(self, told: dict[str, float], progress: Progress) -> None:
+        """Name those of all ranks that had to be replaced since the last time."""
+        if self.recipe.data.on_bad_sample != "substitute":
+            return
+        reports = self.processes.gather_objects(self.loader.stats.take_bad())
+        for line in self.bad_samples.add([bad for of_rank in reports for bad in of_rank]):
+            progress.say(line)
+        told["data/bad_samples"] = len(self.bad_samples)
 
     def _measure_now(self) -> bool:
         every, done = self.recipe.run.measure_every, self.step - self.started_at
@@ -288,23 +302,19 @@ class Trainer:
         A quick look while training; the certificate itself comes from lipnext_scale.certify, which
         bounds K from the stored weights.
         """
-        ids, real = rank_share(len(self.test), self.processes.rank, self.processes.world_size)
+        test = self.data.test_set(self.processes.rank, self.processes.world_size)
         counts = torch.zeros(2, dtype=torch.float64)
         with self.optimizers.slow_weights(), torch.no_grad():
-            for chosen, counted in zip(
-                ids.split(EVALUATION_BATCH), real.split(EVALUATION_BATCH), strict=True
-            ):
-                images = to_unit_range(self.test.images[chosen], self.processes.device)
+            for batch in test:
+                images = to_unit_range(batch.images, self.processes.device)
                 labels, radii = nominal_radii(*self.engine.forward(images))
-                correct = (labels.cpu() == self.test.labels[chosen]) & counted
+                correct = (labels.cpu() == batch.labels) & batch.counted
                 certified = correct & (radii.cpu() >= self.recipe.loss.epsilon)
                 counts += torch.stack([correct.sum(), certified.sum()])
             self.engine.weights_changed()
         clean, cra = self.processes.gather(counts.to(self.processes.device)).sum(0).tolist()
-        return {
-            "test/clean_accuracy": clean / len(self.test),
-            "test/nominal_cra": cra / len(self.test),
-        }
+        samples = len(self.data.test)
+        return {"test/clean_accuracy": clean / samples, "test/nominal_cra": cra / samples}
 
     def _evaluation_is_due(self, epoch: int) -> bool:
         every = self.recipe.run.eval_every

@@ -16,7 +16,7 @@ from lipnext_scale.certify.loading import load_model
 from lipnext_scale.certify.pictures import draw_curve, draw_examples
 from lipnext_scale.config import as_float
 from lipnext_scale.cpu import keep_freed_memory
-from lipnext_scale.data import read_samples
+from lipnext_scale.data import read_test_samples
 from lipnext_scale.errors import ArgumentParser, UserError, command
 from lipnext_scale.run_directory import RunDirectory
 
@@ -48,9 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     directory = RunDirectory(arguments.run)
     data = directory.recipe().data
     model = load_model(arguments.run).to(getattr(torch, arguments.dtype))
-    samples = read_samples(data.test, "data.test", data.memory_limit_gb)
     takes = model.config
-    samples.require_fits("data.test", takes.image_size, takes.in_channels, takes.num_classes)
+    samples = read_test_samples(data, takes.image_size, takes.in_channels, takes.num_classes)
     result = certify(model, samples, epsilons)
     outputs: dict[Path, Callable[[Path], None]] = {
         directory.curve_picture: partial(draw_curve, result, samples),

@@ -1,16 +1,29 @@
-"""From shards to batches. A loader is endless, knows its place, and can be put back there."""
+"""From shards to batches (docs/data.md). A loader is endless, knows its place, can be put back."""
 
-from lipnext_scale.data.config import DataConfig
-from lipnext_scale.data.loader import Batch, Loader, MemoryLoader, rank_share
-from lipnext_scale.data.samples import Samples, read_samples, resolve_shards
+from lipnext_scale.data.augment import AugmentConfig
+from lipnext_scale.data.catalog import Catalog, open_catalog
+from lipnext_scale.data.config import DataConfig, SyntheticConfig
+from lipnext_scale.data.evaluation import TestBatch, TestSet, rank_share
+from lipnext_scale.data.loader import Batch, Loader, StreamLoader
+from lipnext_scale.data.opening import DataSets, read_test_samples
+from lipnext_scale.data.samples import Samples, read_samples
+from lipnext_scale.data.shards import resolve_shards
 
 __all__ = [
+    "AugmentConfig",
     "Batch",
+    "Catalog",
     "DataConfig",
+    "DataSets",
     "Loader",
-    "MemoryLoader",
     "Samples",
+    "StreamLoader",
+    "SyntheticConfig",
+    "TestBatch",
+    "TestSet",
+    "open_catalog",
     "rank_share",
     "read_samples",
+    "read_test_samples",
     "resolve_shards",
 ]

@@ -1,45 +1,181 @@
-"""Random augmentation of uint8 batches; randomness comes from (seed, epoch, sample) alone."""
+"""Random augmentation of single uint8 images; all chances come from (seed, epoch, sample)."""
 
+from dataclasses import dataclass
+
+import cv2
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+from lipnext_scale.config import ConfigError
+from lipnext_scale.data.decode import BadSample
+from lipnext_scale.data.rand_augment import rand_augment
+from lipnext_scale.data.randomness import below, number_below, sample_bits, uniform
 
-
-def sample_bits(seed: int, epoch: int, ids: np.ndarray, stream: int) -> np.ndarray:
-    """64 random bits per sample: a counter-based generator (SplitMix64's mixing), no state."""
-    bits = np.zeros(len(ids), dtype=np.uint64)
-    # Each word is mixed in before the next, or seed 1 in epoch 2 would be seed 2 in epoch 1.
-    for word in (seed % 2**64, epoch, ids, stream):
-        with np.errstate(over="ignore"):
-            bits = (bits ^ np.asarray(word, dtype=np.uint64)) + _GOLDEN
-            bits = (bits ^ (bits >> np.uint64(30))) * _MIX[0]
-            bits = (bits ^ (bits >> np.uint64(27))) * _MIX[1]
-            bits = bits ^ (bits >> np.uint64(31))
-    return bits
+# Streams of random bits, one a decision.
+_RESIZE, _TOP, _LEFT, _FLIP, _WHETHER, _OPERATIONS = range(1, 7)
 
 
-def random_crop(images: Tensor, padding: int, seed: int, epoch: int, ids: np.ndarray) -> Tensor:
-    """Zero-pad by `padding` on all sides, then cut the original size out at a random place."""
-    if padding == 0:
-        return images
-    count, _, height, width = images.shape
-    padded = F.pad(images, (padding,) * 4)
-    places = np.uint64(2 * padding + 1)
-    top, left = (
-        torch.from_numpy((sample_bits(seed, epoch, ids, stream) % places).astype(np.int64))
-        for stream in (1, 2)
+@dataclass(frozen=True)
+class AugmentConfig:
+    """What happens to a training image, in the order of the paper's recipes:
+
+    with `resize`: resize, RandAugment, random crop, flip; without: padded random crop, flip,
+    RandAugment.
+    """
+
+    # The short side becomes a random one of these; (0, 0): images have the model's size already.
+    resize: tuple[int, int] = (0, 0)
+    # Zero-pad by so many pixels and crop back at random; 0: no crop. Not with resize.
+    crop_padding: int = 0
+    flip: bool = False
+    # The share of images that RandAugment changes.
+    rand_augment: float = 0.0
+    rand_augment_operations: int = 2
+    # 0 to 30.
+    rand_augment_magnitude: int = 9
+
+    def __post_init__(self) -> None:
+        low, high = self.resize
+        if not (self.resize == (0, 0) or 1 <= low <= high <= 4096):
+            raise ConfigError("resize", list(self.resize), "must be two sizes, the smaller first")
+        if self.crop_padding < 0:
+            raise ConfigError("crop_padding", self.crop_padding, "must be at least 0")
+        if high and self.crop_padding:
+            raise ConfigError(
+                "crop_padding", self.crop_padding, "must be 0 with resize, which crops by itself"
+            )
+        if not 0 <= self.rand_augment <= 1:
+            raise ConfigError("rand_augment", self.rand_augment, "must be between 0 and 1")
+        if not 1 <= self.rand_augment_operations <= 3:
+            raise ConfigError(
+                "rand_augment_operations", self.rand_augment_operations, "must be 1, 2 or 3"
+            )
+        if not 0 <= self.rand_augment_magnitude <= 30:
+            raise ConfigError(
+                "rand_augment_magnitude", self.rand_augment_magnitude, "must be from 0 to 30"
+            )
+
+    def require_size(self, image_size: int) -> None:
+        """Together with the size that the model takes."""
+        if self.crop_padding >= image_size:
+            raise ConfigError(
+                "crop_padding", self.crop_padding, f"must be below model.image_size = {image_size}"
+            )
+        if 0 < self.resize[0] < image_size:
+            raise ConfigError(
+                "resize", list(self.resize), f"must be at least model.image_size = {image_size}"
+            )
+
+
+@dataclass(frozen=True)
+class Chances:
+    """The random numbers of a batch's samples, one each, as Python's own: they are used singly."""
+
+    short_side: list[int]
+    top: list[int]  # 64 random bits: what they choose from depends on the image
+    left: list[int]
+    flip: list[bool]
+    rand_augment: list[bool]
+    operations: list[int]
+
+
+def draw_chances(config: AugmentConfig, seed: int, epoch: int, ids: np.ndarray) -> Chances:
+    def bits(stream: int) -> np.ndarray:
+        return sample_bits(seed, epoch, ids, stream)
+
+    low, high = config.resize
+    flip = (bits(_FLIP) >> np.uint64(63)).astype(bool) & config.flip
+    return Chances(
+        short_side=(low + below(bits(_RESIZE), high - low + 1)).tolist(),
+        top=bits(_TOP).tolist(),
+        left=bits(_LEFT).tolist(),
+        flip=flip.tolist(),
+        rand_augment=(uniform(bits(_WHETHER)) < config.rand_augment).tolist(),
+        operations=bits(_OPERATIONS).tolist(),
     )
-    rows = top[:, None] + torch.arange(height)
-    columns = left[:, None] + torch.arange(width)
-    samples = torch.arange(count)[:, None, None]
-    return padded[samples, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def random_flip(images: Tensor, seed: int, epoch: int, ids: np.ndarray) -> Tensor:
-    """Mirror every second image, on average, left to right."""
-    flipped = torch.from_numpy(sample_bits(seed, epoch, ids, 3) >> np.uint64(63) == 1)
-    return torch.where(flipped[:, None, None, None], images.flip(-1), images)
+def augment(
+    image: np.ndarray, config: AugmentConfig, chances: Chances, index: int, out: np.ndarray
+) -> None:
+    """Write the augmented image into out [size, size, C]."""
+    if config.resize[1]:
+        image = resize_short_side(image, chances.short_side[index])
+        image = _maybe_rand_augment(image, config, chances, index)
+        image = _crop_at(image, out.shape[0], chances, index)
+        _flip_into(image, chances.flip[index], out)
+        return
+    require_size(image, out.shape[0])
+    if config.crop_padding:
+        image = _padded_crop(image, config.crop_padding, chances, index)
+    _flip_into(image, chances.flip[index], out)
+    if chances.rand_augment[index]:
+        out[...] = _maybe_rand_augment(out, config, chances, index)
+
+
+def _maybe_rand_augment(
+    image: np.ndarray, config: AugmentConfig, chances: Chances, index: int
+) -> np.ndarray:
+    if not chances.rand_augment[index]:
+        return image
+    return rand_augment(
+        image,
+        chances.operations[index],
+        config.rand_augment_operations,
+        config.rand_augment_magnitude,
+    )
+
+
+def resize_short_side(image: np.ndarray, short_side: int) -> np.ndarray:
+    """Bilinear; where it shrinks to less than a half, means over areas, lest it aliases.
+
+    (Means cost six times as much; a JPEG is decoded to less than twice the size beforehand.)
+    """
+    height, width = image.shape[:2]
+    scale = short_side / min(height, width)
+    if scale == 1:
+        return image
+    size = (
+        (short_side, max(short_side, round(height * scale)))
+        if width <= height
+        else (max(short_side, round(width * scale)), short_side)
+    )
+    resized = cv2.resize(
+        image, size, interpolation=cv2.INTER_AREA if scale < 0.5 else cv2.INTER_LINEAR
+    )
+    return resized if resized.ndim == 3 else resized[:, :, None]
+
+
+def centre_crop(image: np.ndarray, size: int) -> np.ndarray:
+    top, left = (image.shape[0] - size) // 2, (image.shape[1] - size) // 2
+    return image[top : top + size, left : left + size]
+
+
+def require_size(image: np.ndarray, size: int) -> None:
+    height, width, channels = image.shape
+    if (height, width) != (size, size):
+        raise BadSample(f"is {channels}×{height}×{width}, and the model takes {size}×{size}")
+
+
+def _crop_at(image: np.ndarray, size: int, chances: Chances, index: int) -> np.ndarray:
+    top = number_below(chances.top[index], image.shape[0] - size + 1)
+    left = number_below(chances.left[index], image.shape[1] - size + 1)
+    return image[top : top + size, left : left + size]
+
+
+def _padded_crop(image: np.ndarray, padding: int, chances: Chances, index: int) -> np.ndarray:
+    """Zero-pad on all sides, then cut the original size out at a random place."""
+    size, places = image.shape[0], 2 * padding + 1
+    down = number_below(chances.top[index], places) - padding
+    right = number_below(chances.left[index], places) - padding
+    cropped = np.zeros_like(image)
+    kept = image[max(0, down) : size + min(0, down), max(0, right) : size + min(0, right)]
+    top, left = max(0, -down), max(0, -right)
+    cropped[top : top + kept.shape[0], left : left + kept.shape[1]] = kept
+    return cropped
+
+
+def _flip_into(image: np.ndarray, flip: bool, out: np.ndarray) -> None:
+    if flip:
+        cv2.flip(image, 1, dst=out)  # forty times as fast as numpy's copy of a reversed view
+    else:
+        out[...] = image

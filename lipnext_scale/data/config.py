@@ -1,30 +1,102 @@
 """What is trained on and how a batch is made."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal
 
 from lipnext_scale.config import ConfigError
+from lipnext_scale.data.augment import AugmentConfig
+
+
+@dataclass(frozen=True)
+class SyntheticConfig:
+    """Generated images beside the real ones: a source of its own, with its own place and order."""
+
+    # Shards, named as in data.train; empty: none.
+    shards: str = ""
+    # Synthetic images for each real one in every batch, exactly: 3 makes a batch of 256 64 + 192.
+    per_real: float = 1.0
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+    def __post_init__(self) -> None:
+        if not self.per_real > 0:
+            raise ConfigError("per_real", self.per_real, "must be positive")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Shards are paths with braces or wildcards; `builtin:` means those of the package."""
+    """Shards are paths or URLs with braces or wildcards; `builtin:` means those of the package.
+
+    An epoch is a pass over `train`; synthetic images come on top.
+    """
 
     train: str
     test: str
+    # Of all ranks together, real and synthetic.
     batch_size: int = 256
-    # Zero-pad by so many pixels and crop back at random; 0: no crop.
-    crop_padding: int = 0
-    flip: bool = False
-    # A set is held decoded in memory; one larger than this is refused.
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    # Test images: the short side becomes this, then the centre is cut out; 0: they have the size.
+    test_resize: int = 0
+    # Processes that read, decode and augment, for each rank; 0: the rank does it itself.
+    workers: int = 0
+    # Batches that each worker makes ahead.
+    prefetch: int = 2
+    # Samples read in one go, and samples that are shuffled together; data/order.py. 0: chosen.
+    read_block: int = 0
+    shuffle_window: int = 16384
+    # A sample that cannot be used ends the run, or another one stands in; at most so many may.
+    on_bad_sample: Literal["fail", "substitute"] = "fail"
+    bad_sample_limit: int = 100
+    # Compare the sha256 of every shard with its index before training.
+    verify: bool = True
+    # Where copies of remote shards are kept; empty: the user's cache directory.
+    cache_dir: str = ""
+    # What compressed shards, and a test set to be certified, may take in memory.
     memory_limit_gb: float = 8.0
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ConfigError("batch_size", self.batch_size, "must be at least 1")
-        if self.crop_padding < 0:
-            raise ConfigError("crop_padding", self.crop_padding, "must be at least 0")
+        at_least = {"batch_size": 1, "prefetch": 1, "shuffle_window": 1, "bad_sample_limit": 1}
+        for key in ("workers", "read_block", "test_resize"):
+            at_least[key] = 0
+        for key, least in at_least.items():
+            if getattr(self, key) < least:
+                raise ConfigError(key, getattr(self, key), f"must be at least {least}")
         if self.memory_limit_gb <= 0:
             raise ConfigError("memory_limit_gb", self.memory_limit_gb, "must be positive")
         for key in ("train", "test"):
             if not getattr(self, key).strip():
                 raise ConfigError(key, getattr(self, key), "must name WebDataset shards")
+        self.batch_parts()
+
+    def batch_parts(self) -> tuple[int, int]:
+        """(real, synthetic) samples of a batch."""
+        if not self.synthetic.shards:
+            return self.batch_size, 0
+        per_real = Fraction(self.synthetic.per_real).limit_denominator(1000)
+        real = self.batch_size / (1 + per_real)
+        if real.denominator != 1 or real < 1:
+            least = (1 + per_real).numerator
+            raise ConfigError(
+                "batch_size",
+                self.batch_size,
+                f"must be a multiple of {least} with synthetic.per_real = {float(per_real):g}",
+            )
+        return int(real), self.batch_size - int(real)
+
+    def require_image_size(self, image_size: int) -> None:
+        """Together with the size that the model takes."""
+        for section, augment in (
+            ("data.augment", self.augment),
+            ("data.synthetic.augment", self.synthetic.augment),
+        ):
+            try:
+                augment.require_size(image_size)
+            except ConfigError as error:
+                raise error.under(section) from None
+        if 0 < self.test_resize < image_size:
+            raise ConfigError(
+                "data.test_resize",
+                self.test_resize,
+                f"must be at least model.image_size = {image_size}",
+            )

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,21 @@ RECORD = np.dtype(
         ("reserved", "<u2"),
     ]
 )
+
+
+class Record(NamedTuple):
+    """A RECORD in Python's own numbers."""
+
+    offset: int
+    size: int
+    label: int
+    height: int
+    width: int
+    channels: int
+    kind: int
+    reserved: int
+
+
 KINDS = {"jpeg": 1, "png": 2, "raw": 3}  # raw: uint8 pixels [height, width, channels]
 _NUMBERED = re.compile(r"^(?P<name>.+)-\d+\.tar$")
 
@@ -111,8 +126,11 @@ def read_index(path: Path) -> SetIndex:
         values = json.loads(path.read_bytes())
         values["shards"] = [ShardEntry(**shard) for shard in values["shards"]]
         index = SetIndex(**values)
-        # A shard's file lies beside its index, nowhere else.
-        sound = all(s.samples >= 0 <= s.bytes and s.file == Path(s.file).name for s in index.shards)
+        sound = all(_is_sound(shard) for shard in index.shards) and (
+            isinstance(index.classes, list)
+            and isinstance(index.skipped, list)
+            and all(isinstance(entry, dict) for entry in index.skipped)
+        )
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -124,6 +142,16 @@ def read_index(path: Path) -> SetIndex:
     return index
 
 
+def _is_sound(shard: ShardEntry) -> bool:
+    """The file lies beside its index, nowhere else."""
+    return (
+        shard.samples >= 0 <= shard.bytes
+        and shard.file == Path(shard.file).name
+        and isinstance(shard.sha256, str)
+        and isinstance(shard.class_counts, dict)
+    )
+
+
 def _not_an_index(path: Path) -> UserError:
     return UserError(f"{path}: is not an index of shards; python -m data_prep.index writes one")
 
@@ -132,10 +160,12 @@ def map_records(path: Path, samples: int) -> np.ndarray:
     """The records of an index.npy, mapped; their number must be that of the index."""
     try:
         records = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except Exception:  # what numpy and Python's parser make of a damaged header
+        raise UserError(f"{path}: is not an array of records: it is damaged") from None
     if records.dtype != RECORD or records.shape != (samples,):
         raise UserError(
             f"{path}: holds {records.shape} of {records.dtype}, its index says {samples} samples"
         )
-    return records
+    return records.view(np.ndarray)  # still mapped, without what a memmap does on every access

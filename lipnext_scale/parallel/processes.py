@@ -36,7 +36,8 @@ class Processes:
             self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         told = os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size))
         self.local_world_size = local_world_size or int(told)
-        self.device = choose_device(device_name, int(os.environ.get("LOCAL_RANK", "0")))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", str(self.rank % self.local_world_size)))
+        self.device = choose_device(device_name, self.local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             # Ten bits of precision, which the environment may ask for, would not keep a matrix

@@ -44,7 +44,10 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "nan as text": (["model.beta=nan"], ["model.beta = 'nan'", "must be a number"]),
     "overflow": (["loss.logit_scale=1e999"], ["loss.logit_scale = '1e999'", "must be a number"]),
     "division by zero": (["loss.epsilon=36/0"], ["loss.epsilon = '36/0'", "must be a number"]),
-    "text for bool": (["data.flip=maybe"], ["data.flip = 'maybe'", "true or false"]),
+    "text for bool": (
+        ["data.augment.flip=maybe"],
+        ["data.augment.flip = 'maybe'", "true or false"],
+    ),
     "int for bool": (["model.positional_embedding=1"], ["positional_embedding = 1", "true or"]),
     "int for text": (["run.dir=7"], ["run.dir = 7", "must be text"]),
     "null for text": (["data.train="], ["data.train = None", "must be text"]),
@@ -78,8 +81,14 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "bank above depth": (["model.blocks_per_bank=2"], ["blocks_per_bank = 2", "depth = 1"]),
     "no batch": (["data.batch_size=0"], ["data.batch_size = 0", "at least 1"]),
-    "negative crop": (["data.crop_padding=-1"], ["data.crop_padding = -1", "at least 0"]),
-    "crop beyond the image": (["data.crop_padding=8"], ["crop_padding = 8", "image_size = 8"]),
+    "negative crop": (
+        ["data.augment.crop_padding=-1"],
+        ["data.augment.crop_padding = -1", "at least 0"],
+    ),
+    "crop beyond the image": (
+        ["data.augment.crop_padding=8"],
+        ["augment.crop_padding = 8", "image_size = 8"],
+    ),
     "no memory": (["data.memory_limit_gb=0"], ["data.memory_limit_gb = 0", "positive"]),
     "empty data": (["data.train=' '"], ["data.train = ' '", "must name"]),
     "empty run.dir": (["run.dir=''"], ["run.dir = ''", "must name a directory"]),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lipnext_scale import config as configuration
 from lipnext_scale.config import ConfigError, as_float, differences, dump, from_dict, load, to_dict
-from lipnext_scale.data import DataConfig
+from lipnext_scale.data import AugmentConfig, DataConfig
 from lipnext_scale.errors import UserError
 from lipnext_scale.losses import LossConfig
 from lipnext_scale.models import LipNeXtConfig
@@ -227,7 +227,8 @@ recipes = st.builds(
         train=text,
         test=text,
         batch_size=st.integers(1, 2**40),
-        flip=st.booleans(),
+        augment=st.builds(AugmentConfig, flip=st.booleans(), rand_augment=st.floats(0, 1)),
+        workers=st.integers(0, 99),
         memory_limit_gb=positive,
     ),
     model=st.builds(
@@ -263,8 +264,15 @@ def test_to_dict_and_back(recipe):
     values = to_dict(recipe)
     assert from_dict(Recipe, values) == recipe
     assert all(isinstance(section, dict) for section in values.values())
-    for section in values.values():
-        assert all(type(v) in (int, float, bool, str, list) for v in section.values())
+    assert_plain(values)
+
+
+def assert_plain(values):
+    for value in values.values():
+        if isinstance(value, dict):
+            assert_plain(value)
+        else:
+            assert type(value) in (int, float, bool, str, list)
 
 
 @settings(unhurried, max_examples=60)
@@ -284,9 +292,12 @@ def test_differences_are_what_has_to_change(one, other):
     values = to_dict(one)
     for key, (first, second) in found.items():
         assert first != second
-        section, name = key.split(".")
-        assert values[section][name] == first
-        values[section][name] = second
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            section = section[part]
+        assert section[name] == first
+        section[name] = second
     assert from_dict(Recipe, values) == other
     assert bool(found) == (one != other)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.shards import png_bytes, write_shard
+from data_prep.writing.shards import png_bytes, write_shard
 from lipnext_scale.train import main
 
 CONFIG = """\

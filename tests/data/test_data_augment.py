@@ -1,128 +1,173 @@
-"""Crops and flips: what they can give, from what they are drawn, and how evenly."""
+"""Augmentation: what it can give, from what it is drawn, and how evenly."""
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_making import noise
 
-from lipnext_scale.data.augment import random_crop, random_flip, sample_bits
+from lipnext_scale.config import ConfigError
+from lipnext_scale.data import AugmentConfig
+from lipnext_scale.data.augment import augment, centre_crop, draw_chances, resize_short_side
+from lipnext_scale.data.decode import BadSample
+from lipnext_scale.data.randomness import below, number_below, sample_bits, uniform
 
 seeds = st.integers(0, 2**70)
 epochs = st.integers(0, 2**40)
-id_lists = st.lists(st.integers(0, 2**40), min_size=1, max_size=12)
+id_lists = st.lists(st.integers(0, 2**40), min_size=1, max_size=8)
+CROP = AugmentConfig(crop_padding=2)
+FLIP = AugmentConfig(flip=True)
+RESIZE = AugmentConfig(resize=(6, 9))
+ALL = [
+    CROP,
+    FLIP,
+    RESIZE,
+    AugmentConfig(rand_augment=0.5),
+    AugmentConfig(resize=(6, 9), flip=True, rand_augment=1.0),
+    AugmentConfig(crop_padding=1, flip=True, rand_augment=1.0),
+]
 
 
-def images_of(ids: np.ndarray, channels: int = 1, height: int = 4, width: int = 5) -> torch.Tensor:
-    """An image of non-zero pixels for every id, the same for the same id."""
-    made = [noise(channels, height, width, seed=int(i)) | np.uint8(1) for i in ids]
-    return torch.from_numpy(np.stack(made))
+def image_of(sample: int, *shape: int) -> np.ndarray:
+    """An image of non-zero pixels, the same for the same sample."""
+    return noise(*shape, seed=sample % 2**32) | np.uint8(1)
 
 
-def all_crops(image: torch.Tensor, padding: int) -> dict[tuple[int, int], torch.Tensor]:
-    _, height, width = image.shape
-    padded = F.pad(image, (padding,) * 4)
-    return {
-        (top, left): padded[:, top : top + height, left : left + width]
-        for top in range(2 * padding + 1)
-        for left in range(2 * padding + 1)
-    }
+def apply(config: AugmentConfig, images: list, ids, seed=0, epoch=0, size: int = 6) -> np.ndarray:
+    ids = np.asarray(ids)
+    chances = draw_chances(config, seed, epoch, ids)
+    out = np.empty((len(ids), size, size, images[0].shape[2]), dtype=np.uint8)
+    for index, image in enumerate(images):
+        augment(image, config, chances, index, out[index])
+    return out
 
 
-def crop(images, ids, seed=0, epoch=0):
-    return random_crop(images, 2, seed, epoch, ids)
-
-
-def flip(images, ids, seed=0, epoch=0):
-    return random_flip(images, seed, epoch, ids)
+def all_crops(image: np.ndarray, padding: int) -> list[np.ndarray]:
+    size = image.shape[0]
+    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)))
+    places = range(2 * padding + 1)
+    return [padded[top : top + size, left : left + size] for top in places for left in places]
 
 
 # --- what comes out ---------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=60)
-@given(id_lists, st.integers(1, 3), st.sampled_from([1, 3]), seeds, epochs)
+@given(id_lists, st.integers(1, 5), st.sampled_from([1, 3]), seeds, epochs)
 def test_a_crop_is_one_of_the_possible_ones(ids, padding, channels, seed, epoch):
     """Every output is one of the (2p+1)² windows of its zero-padded image, all channels alike."""
-    ids = np.array(ids)
-    images = images_of(ids, channels)
-    cropped = random_crop(images, padding, seed, epoch, ids)
-    assert cropped.shape == images.shape and cropped.dtype == torch.uint8
+    images = [image_of(i, 6, 6, channels) for i in ids]
+    cropped = apply(AugmentConfig(crop_padding=padding), images, ids, seed, epoch)
     for image, result in zip(images, cropped, strict=True):
-        assert any(torch.equal(result, window) for window in all_crops(image, padding).values())
+        assert any(np.array_equal(result, window) for window in all_crops(image, padding))
 
 
 @settings(deadline=None)
-@given(id_lists, seeds, epochs)
-def test_a_flip_is_the_image_or_its_mirror(ids, seed, epoch):
+@given(id_lists, seeds, epochs, st.sampled_from([1, 3]))
+def test_a_flip_is_the_image_or_its_mirror(ids, seed, epoch, channels):
     """Left and right change places in some images; rows and channels never."""
-    ids = np.array(ids)
-    images = images_of(ids, 3)
-    for image, result in zip(images, random_flip(images, seed, epoch, ids), strict=True):
-        assert torch.equal(result, image) or torch.equal(result, image.flip(2))
+    images = [image_of(i, 6, 6, channels) for i in ids]
+    for image, result in zip(images, apply(FLIP, images, ids, seed, epoch), strict=True):
+        assert np.array_equal(result, image) or np.array_equal(result, image[:, ::-1])
 
 
-def test_no_padding_is_no_crop():
-    """Padding 0 gives the images back."""
-    images = images_of(np.arange(5))
-    assert torch.equal(random_crop(images, 0, 0, 0, np.arange(5)), images)
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 3]), st.integers(6, 30))
+def test_resizing_keeps_the_shape_of_the_picture(height, width, channels, side):
+    """The short side is the one asked for, the long one keeps the proportion."""
+    resized = resize_short_side(image_of(0, height, width, channels), side)
+    assert min(resized.shape[:2]) == side and resized.shape[2] == channels
+    expected = max(side, round(max(height, width) * side / min(height, width)))
+    assert max(resized.shape[:2]) == expected and (width > height) <= (
+        resized.shape[1] >= resized.shape[0]
+    )
 
 
-@pytest.mark.parametrize("augment", [crop, flip])
-def test_the_input_is_not_modified(augment):
-    """The images given are the same afterwards."""
-    ids = np.arange(40)
-    images = images_of(ids)
-    kept = images.clone()
-    augment(images, ids)
-    assert torch.equal(images, kept)
+@settings(deadline=None, max_examples=60)
+@given(id_lists, st.integers(3, 30), st.integers(3, 30), seeds)
+def test_resize_and_crop_is_a_window_of_a_resized_image(ids, height, width, seed):
+    """Of one of the sizes between the two, cut out at one of the places."""
+    images = [image_of(i, height, width, 3) for i in ids]
+    for image, result in zip(images, apply(RESIZE, images, ids, seed), strict=True):
+        windows = (
+            resized[top : top + 6, left : left + 6]
+            for resized in (resize_short_side(image, side) for side in range(6, 10))
+            for top in range(resized.shape[0] - 5)
+            for left in range(resized.shape[1] - 5)
+        )
+        assert any(np.array_equal(result, window) for window in windows)
+
+
+def test_a_flat_image_stays_flat():
+    """Shrunk or grown, a picture of one colour has that colour everywhere."""
+    for shape in ((20, 31, 3), (4, 5, 3), (6, 6, 1)):
+        flat = np.full(shape, 77, dtype=np.uint8)
+        assert (apply(RESIZE, [flat] * 20, range(20)) == 77).all()
+
+
+def test_shrinking_takes_means_and_does_not_alias():
+    """A fine chessboard becomes grey, as it would not by picking pixels."""
+    board = np.indices((64, 64)).sum(0) % 2 * np.uint8(255)
+    shrunk = resize_short_side(np.repeat(board[:, :, None].astype(np.uint8), 3, 2), 16)
+    assert abs(shrunk.astype(int) - 127).max() <= 1
+
+
+def test_centre_crop():
+    image = image_of(0, 9, 12, 3)
+    assert np.array_equal(centre_crop(image, 6), image[1:7, 3:9])
+
+
+def test_an_image_of_another_size_is_a_bad_sample():
+    with pytest.raises(BadSample, match="is 3×6×7, and the model takes 6×6"):
+        apply(FLIP, [image_of(0, 6, 7, 3)], [0])
+
+
+@pytest.mark.parametrize("config", ALL, ids=range(len(ALL)))
+def test_the_input_is_not_modified(config):
+    """The images given are the same afterwards: raw pixels may be mapped from a file."""
+    images = [image_of(i, 6, 6, 3) for i in range(20)]
+    for image in images:
+        image.flags.writeable = False
+    apply(config, images, range(20))
 
 
 # --- from what it is drawn --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("augment", [crop, flip])
-@settings(deadline=None, max_examples=60)
+@pytest.mark.parametrize("config", ALL, ids=range(len(ALL)))
+@settings(deadline=None, max_examples=30)
 @given(ids=id_lists, seed=seeds, epoch=epochs, data=st.data())
-def test_a_sample_does_not_see_its_batch(augment, ids, seed, epoch, data):
+def test_a_sample_does_not_see_its_batch(config, ids, seed, epoch, data):
     """From (seed, epoch, id) alone: in any order, and alone, a sample comes out the same."""
-    ids = np.array(ids)
-    images = images_of(ids)
-    together = augment(images, ids, seed, epoch)
-    torch.rand(5)
+    images = [image_of(i, 6, 6, 3) for i in ids]
+    together = apply(config, images, ids, seed, epoch)
     np.random.rand(5)
-    assert torch.equal(augment(images, ids, seed, epoch), together)
-    order = np.array(data.draw(st.permutations(range(len(ids)))))
-    assert torch.equal(augment(images[order], ids[order], seed, epoch), together[order])
-    for i in range(len(ids)):
-        alone = augment(images[i : i + 1], ids[i : i + 1], seed, epoch)
-        assert torch.equal(alone[0], together[i])
+    assert np.array_equal(apply(config, images, ids, seed, epoch), together)
+    order = data.draw(st.permutations(range(len(ids))))
+    shuffled = apply(config, [images[i] for i in order], [ids[i] for i in order], seed, epoch)
+    assert np.array_equal(shuffled, together[list(order)])
 
 
-@pytest.mark.parametrize("augment", [crop, flip])
-def test_seed_epoch_and_sample_all_matter(augment):
-    """One image, 256 times: other seeds, epochs or ids give others, also with two exchanged."""
-    image = images_of(np.zeros(1)).expand(256, -1, -1, -1)
-    ids = np.arange(256)
+@pytest.mark.parametrize("config", [CROP, FLIP, RESIZE, AugmentConfig(rand_augment=0.9)])
+def test_seed_epoch_and_sample_all_matter(config):
+    """One image, 128 times: other seeds, epochs or ids give others, also with two exchanged."""
+    images, ids = [image_of(0, 6, 6, 3)] * 128, np.arange(128)
     results = [
-        augment(image, ids, seed=1, epoch=2),
-        augment(image, ids, seed=2, epoch=2),
-        augment(image, ids, seed=1, epoch=3),
-        augment(image, ids, seed=2, epoch=1),
-        augment(image, ids + 256, seed=1, epoch=2),
+        apply(config, images, ids, seed=1, epoch=2),
+        apply(config, images, ids, seed=2, epoch=2),
+        apply(config, images, ids, seed=1, epoch=3),
+        apply(config, images, ids, seed=2, epoch=1),
+        apply(config, images, ids + 128, seed=1, epoch=2),
     ]
     for i, one in enumerate(results):
         for other in results[:i]:
-            same = (one == other).all(dim=(1, 2, 3)).float().mean()
-            assert same < 0.65  # a half for flips, 1/25 for crops
+            assert (one == other).all(axis=(1, 2, 3)).mean() < 0.7
 
 
-def test_crop_and_flip_are_independent():
+def test_streams_are_independent():
     """Whether an image is mirrored says nothing of where it is cut."""
     ids = np.arange(20_000)
-    bits = [sample_bits(3, 5, ids, stream) >> np.uint64(63) for stream in (1, 2, 3)]
+    bits = [sample_bits(3, 5, ids, stream) >> np.uint64(63) for stream in range(1, 7)]
     for i, one in enumerate(bits):
         for other in bits[:i]:
             assert abs((one == other).mean() - 0.5) < 0.02
@@ -131,34 +176,67 @@ def test_crop_and_flip_are_independent():
 # --- how evenly -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, 12345])
 @pytest.mark.parametrize("by", ["sample", "epoch"])
-def test_offsets_are_uniform(seed, by):
+def test_offsets_are_uniform(by):
     """Over samples of an epoch, or epochs of a sample, each of the 25 places has its share."""
-    image = images_of(np.zeros(1), height=3, width=3)
-    count, padding = 5000 if by == "sample" else 1500, 2
+    image, count = image_of(0, 6, 6, 1), 2500
     if by == "sample":
-        cropped = random_crop(image.expand(count, -1, -1, -1), padding, seed, 7, np.arange(count))
+        cropped = apply(CROP, [image] * count, np.arange(count), seed=3, epoch=7)
     else:
-        cropped = torch.cat(
-            [random_crop(image, padding, seed, epoch, np.array([9])) for epoch in range(count)]
-        )
-    windows = all_crops(image[0], padding)
-    counts = [int((cropped == window).all(dim=(1, 2, 3)).sum()) for window in windows.values()]
+        cropped = np.concatenate([apply(CROP, [image], [9], 3, epoch) for epoch in range(count)])
+    windows = all_crops(image, 2)
+    counts = [int((cropped == window).all(axis=(1, 2, 3)).sum()) for window in windows]
     assert sum(counts) == count  # the windows are all different
-    expected = count / len(windows)
-    chi_squared = sum((observed - expected) ** 2 / expected for observed in counts)
+    chi_squared = sum((observed - count / 25) ** 2 / (count / 25) for observed in counts)
     assert chi_squared < 60  # 24 degrees of freedom: above 60 once in 10,000 draws
 
 
-@pytest.mark.parametrize("seed", [0, 1, 12345])
-def test_about_half_are_flipped(seed):
-    """Of 10,000 samples a half, within three standard deviations; and of one sample's epochs."""
-    images = torch.arange(2, dtype=torch.uint8).view(1, 1, 1, 2)
-    count = 10_000
-    flipped = random_flip(images.expand(count, -1, -1, -1), seed, 3, np.arange(count))[:, 0, 0, 0]
-    assert abs(flipped.float().mean() - 0.5) < 0.015
-    over_epochs = [
-        int(random_flip(images, seed, e, np.array([5]))[0, 0, 0, 0]) for e in range(2000)
-    ]
-    assert abs(np.mean(over_epochs) - 0.5) < 0.034
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_shares_are_what_was_asked_for(share):
+    """Of 10,000 samples a half is mirrored, and `rand_augment` of them are augmented."""
+    chances = draw_chances(AugmentConfig(flip=True, rand_augment=share), 1, 2, np.arange(10_000))
+    assert abs(np.mean(chances.flip) - 0.5) < 0.015
+    assert abs(np.mean(chances.rand_augment) - share) < 0.015
+
+
+def test_sizes_are_uniform():
+    """Both ends of the range come, each as often as the others."""
+    sides = draw_chances(AugmentConfig(resize=(224, 288)), 0, 0, np.arange(65_000)).short_side
+    counts = np.bincount(sides)[224:]
+    assert len(counts) == 65 and abs(counts - 1000).max() < 150
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(1, 2**32 - 1))
+def test_numbers_below_a_limit(bits, limit):
+    """One sample's number is that of the vectorised form, and below its limit."""
+    number = number_below(bits, limit)
+    assert 0 <= number < limit
+    assert number == int(below(np.array([bits], dtype=np.uint64), limit)[0])
+    assert 0 <= float(uniform(np.array([bits], dtype=np.uint64))[0]) < 1
+
+
+# --- settings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings_, key",
+    [
+        ({"resize": (0, 5)}, "resize"),
+        ({"resize": (9, 8)}, "resize"),
+        ({"resize": (8, 9), "crop_padding": 1}, "crop_padding"),
+        ({"crop_padding": -1}, "crop_padding"),
+        ({"rand_augment": 1.1}, "rand_augment"),
+        ({"rand_augment_operations": 0}, "rand_augment_operations"),
+        ({"rand_augment_magnitude": 31}, "rand_augment_magnitude"),
+    ],
+)
+def test_settings_that_make_no_sense(settings_, key):
+    with pytest.raises(ConfigError) as error:
+        AugmentConfig(**settings_)
+    assert error.value.key == key
+
+
+@pytest.mark.parametrize("config", [AugmentConfig(crop_padding=8), AugmentConfig(resize=(7, 9))])
+def test_settings_that_do_not_fit_the_model(config):
+    with pytest.raises(ConfigError, match="model.image_size = 8"):
+        config.require_size(8)

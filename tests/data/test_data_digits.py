@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from data_prep import digits
-from data_prep.shards import write_shard
+from data_prep.writing.shards import write_shard
 from lipnext_scale.data import Samples, read_samples
-from lipnext_scale.data.samples import BUILTIN
+from lipnext_scale.data.shards import BUILTIN
 
 NAMES = ("train-000000.tar.gz", "test-000000.tar.gz")
 

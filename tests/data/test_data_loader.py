@@ -1,27 +1,43 @@
-"""Batches: their order, and a loader that is put back where another one stopped."""
+"""Batches: the same for any number of ranks and workers, and continued from any place."""
 
+import os
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sets_making import make_loader, make_source, write_set
 from shard_making import noise
 
 from lipnext_scale.config import ConfigError
-from lipnext_scale.data import Batch, DataConfig, MemoryLoader, Samples
-from lipnext_scale.data.loader import epoch_order
+from lipnext_scale.data import AugmentConfig, Batch, StreamLoader
+from lipnext_scale.data.batches import BatchMaker
+
+UNEVEN = [5, 1, 9, 0, 3, 7, 2, 8, 4, 6, 11, 1, 7]  # 64 samples in 13 shards
+PLAIN = AugmentConfig()
 
 
-def make_samples(count: int) -> Samples:
-    images = torch.from_numpy(noise(count, 2, 5, 5))
-    return Samples(images, torch.arange(count) % 7, [f"{i:03d}" for i in range(count)])
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_set(tmp_path_factory.mktemp("shards"), UNEVEN)
 
 
-def make_loader(count: int, batch_size: int, seed: int = 0, augment: bool = True) -> MemoryLoader:
-    config = DataConfig("train", "test", batch_size, crop_padding=2 if augment else 0, flip=augment)
-    return MemoryLoader(make_samples(count), config, seed)
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A second set, of other images, that is longer than the first."""
+    return write_set(tmp_path_factory.mktemp("generated"), [40, 60], "edm", first=1000)
+
+
+def together(loaders: list[StreamLoader], steps: int) -> list[tuple[np.ndarray, torch.Tensor]]:
+    """(ids, images) of the global batches that the ranks' loaders make."""
+    ranks = [list(islice(loader, steps)) for loader in loaders]
+    return [
+        (np.concatenate([b.ids for b in parts]), torch.cat([b.images for b in parts]))
+        for parts in zip(*ranks, strict=True)
+    ]
 
 
 def assert_same_batch(one: Batch, other: Batch) -> None:
@@ -31,163 +47,221 @@ def assert_same_batch(one: Batch, other: Batch) -> None:
     assert torch.equal(one.images, other.images)
 
 
-sizes = st.tuples(st.integers(1, 40), st.integers(1, 12)).filter(lambda pair: pair[0] >= pair[1])
+# --- what is in a batch -----------------------------------------------------------------------
 
 
-# --- an epoch ---------------------------------------------------------------------------------
+def test_images_and_labels_are_those_of_the_ids(shards):
+    """Without augmentation a batch has the pixels and classes that its ids name."""
+    for batch in islice(make_loader(shards, 8, augment=PLAIN), 12):
+        assert batch.images.dtype == torch.uint8 and batch.images.shape == (8, 3, 8, 8)
+        for image, label, sample in zip(batch.images, batch.labels, batch.ids, strict=True):
+            expected = noise(8, 8, 3, seed=int(sample)).transpose(2, 0, 1)
+            assert np.array_equal(image.numpy(), expected) and int(label) == sample % 7
 
 
-@settings(deadline=None)
-@given(sizes, st.integers(0, 2**70), st.integers(1, 3))
-def test_an_epoch_has_every_sample_at_most_once_in_equal_batches(size, seed, epochs):
-    """Batches are full; what does not fill one is left out; no sample comes twice in an epoch."""
-    count, batch_size = size
-    loader = make_loader(count, batch_size, seed)
-    steps = loader.steps_per_epoch
-    assert steps == count // batch_size
-    batches = list(islice(loader, steps * epochs))
-    for epoch in range(epochs):
-        own = batches[epoch * steps : (epoch + 1) * steps]
-        assert [batch.epoch for batch in own] == [epoch] * steps
-        assert [batch.last_of_epoch for batch in own] == [False] * (steps - 1) + [True]
-        ids = np.concatenate([batch.ids for batch in own])
-        assert len(ids) == steps * batch_size == len(set(ids.tolist()))
-        assert ids.min() >= 0 and ids.max() < count
+def test_thirteen_uneven_shards_on_four_ranks(shards):
+    """Nothing twice, nothing lost: the ranks' batches of an epoch are all 64 samples, once."""
+    loaders = [make_loader(shards, 16, rank, 4) for rank in range(4)]
+    for _ in range(3):
+        batches = together(loaders, loaders[0].steps_per_epoch)
+        assert sorted(np.concatenate([ids for ids, _ in batches]).tolist()) == list(range(64))
 
 
-@given(sizes)
-@settings(deadline=None)
-def test_images_and_labels_are_those_of_the_ids(size):
-    """Without augmentation a batch is the rows of the set that its ids name."""
-    samples, loader = make_samples(size[0]), make_loader(*size, augment=False)
-    for batch in islice(loader, 2 * loader.steps_per_epoch):
-        assert batch.images.dtype == torch.uint8
-        assert torch.equal(batch.images, samples.images[batch.ids])
-        assert torch.equal(batch.labels, samples.labels[batch.ids])
+def test_an_epoch_that_does_not_fill_its_batches(shards):
+    """64 samples in batches of 12: five, and the four that are left come in other epochs."""
+    loader = make_loader(shards, 12)
+    assert loader.steps_per_epoch == 5
+    batches = list(islice(loader, 50))
+    assert [b.last_of_epoch for b in batches[:10]] == 2 * ([False] * 4 + [True])
+    assert [b.epoch for b in batches[::5]] == list(range(10))
+    assert {int(i) for b in batches for i in b.ids} == set(range(64))
 
 
-@settings(deadline=None)
-@given(st.integers(0, 60), st.integers(0, 2**70), st.integers(0, 10**6))
-def test_the_order_is_a_permutation_from_seed_and_epoch_alone(count, seed, epoch):
-    """Asked again, whatever was drawn from the global generators in between, it is the same."""
-    first = epoch_order(count, seed, epoch)
-    np.random.rand(3)
-    torch.rand(3)
-    assert np.array_equal(epoch_order(count, seed, epoch), first)
-    assert np.array_equal(np.sort(first), np.arange(count))
+def test_a_batch_is_its_own(shards):
+    """What is done to a batch reaches neither the next one nor the loader's buffers."""
+    expected = list(islice(make_loader(shards, 8), 4))
+    for batch, same in zip(islice(make_loader(shards, 8), 4), expected, strict=True):
+        assert_same_batch(batch, same)
+        batch.images.fill_(0)
 
 
-def test_epochs_and_seeds_differ():
-    """Fifty orders of thirty samples, over five seeds and ten epochs, are fifty different ones."""
-    orders = {epoch_order(30, seed, epoch).tobytes() for seed in range(5) for epoch in range(10)}
-    assert len(orders) == 50
-    loader = make_loader(32, 8)
-    batches = list(islice(loader, 8))
-    assert not np.array_equal(
-        np.concatenate([b.ids for b in batches[:4]]), np.concatenate([b.ids for b in batches[4:]])
-    )
+# --- ranks and workers ------------------------------------------------------------------------
 
 
-def test_what_is_left_out_changes(tmp_path):
-    """A set that does not fill its batches leaves out other samples each time, all of them seen."""
-    loader = make_loader(11, 4)
-    seen = np.concatenate([batch.ids for batch in islice(loader, 2 * 12)])
-    assert set(seen.tolist()) == set(range(11))
+@pytest.fixture(scope="module")
+def reference(shards, generated) -> dict[str, list[tuple[np.ndarray, torch.Tensor]]]:
+    """Ten batches, across an epoch's end, by one rank without workers."""
+    return {
+        "real": together([make_loader(shards, 16)], 10),
+        "mixed": together([make_loader(shards, 8, synthetic=(generated, 24))], 10),
+    }
 
 
-def test_seeds_differ_in_the_augmentation_too():
-    """Two seeds, the same samples: other crops."""
-    pixels = []
-    for seed in (0, 1):
-        batches = list(islice(make_loader(32, 8, seed), 4))
-        order = np.argsort(np.concatenate([batch.ids for batch in batches]))
-        pixels.append(torch.cat([batch.images for batch in batches])[order])
-    assert not torch.equal(*pixels)
-
-
-def test_too_large_a_batch_is_refused():
-    """A loader that would never hand out a batch names the key, the value and the set."""
-    with pytest.raises(ConfigError, match="^data.batch_size = 5: .* the 4 samples of data.train"):
-        make_loader(4, 5)
+@pytest.mark.parametrize("kind", ["real", "mixed"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ids_and_pixels_do_not_depend_on_ranks_and_workers(
+    shards, generated, reference, world, workers, kind
+):
+    """World 1, 2, 4 × workers 0, 2: the same samples, augmented to the same pixels, in order."""
+    part, synthetic = (16, None) if kind == "real" else (8, (generated, 24))
+    loaders = [
+        make_loader(shards, part, rank, world, workers, synthetic=synthetic)
+        for rank in range(world)
+    ]
+    for (ids, images), (same_ids, same_images) in zip(
+        together(loaders, 10), reference[kind], strict=True
+    ):
+        assert np.array_equal(ids, same_ids) and torch.equal(images, same_images)
 
 
 # --- its place --------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
-@given(sizes, st.integers(0, 99), st.data())
-def test_continuing_from_any_step(size, seed, data):
+@settings(deadline=None, max_examples=25)
+@given(batch=st.integers(1, 20), block=st.integers(1, 5), window=st.integers(1, 64), data=st.data())
+def test_continuing_from_any_step(shards, batch, block, window, data):
     """A fresh loader with the state hands out the very batches that the first one goes on with."""
-    whole = make_loader(*size, seed)
+    options = {"read_block": block, "window": window}
+    whole = make_loader(shards, batch, **options)
     steps = whole.steps_per_epoch
-    step = data.draw(st.integers(0, 3 * steps), label="step")
+    step = data.draw(st.integers(0, 2 * steps), label="step")
     first = iter(whole)
     for _ in range(step):
         next(first)
-    state = dict(whole.state_dict())
-    resumed = make_loader(*size, seed)
+    state = whole.state_dict()
+    resumed = make_loader(shards, batch, **options)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
-    for expected, batch in islice(zip(first, resumed, strict=True), steps + 2):
-        assert_same_batch(batch, expected)
+    for expected, found in islice(zip(first, resumed, strict=True), 3):
+        assert_same_batch(found, expected)
         assert resumed.state_dict() == whole.state_dict()
 
 
-@pytest.mark.parametrize("epoch", [1, 2])
-def test_continuing_from_the_end_of_an_epoch(epoch):
-    """After an epoch's last batch comes the first one of the next, not a repetition or a gap."""
-    whole = make_loader(10, 3)
-    first = iter(whole)
-    for _ in range(epoch * 3):
-        last = next(first)
-    assert last.last_of_epoch and last.epoch == epoch - 1
-    resumed = make_loader(10, 3)
-    resumed.load_state_dict(whole.state_dict())
-    batch = next(iter(resumed))
-    assert batch.epoch == epoch
-    assert_same_batch(batch, next(first))
+@pytest.mark.parametrize("stop", [1, 3, 4, 5, 8, 9])
+def test_continuing_with_other_ranks_and_workers(shards, generated, reference, stop):
+    """Four ranks with two workers stop, two with one go on: also across an epoch's end (4, 8)."""
+    synthetic = (generated, 24)
+    four = [make_loader(shards, 8, rank, 4, 2, synthetic=synthetic) for rank in range(4)]
+    together(four, stop)
+    states = [loader.state_dict() for loader in four]
+    assert all(state == states[0] for state in states)
+    two = [make_loader(shards, 8, rank, 2, 1, synthetic=synthetic) for rank in range(2)]
+    for loader in two:
+        loader.load_state_dict(states[0])
+    for (ids, images), (same_ids, same_images) in zip(
+        together(two, 10 - stop), reference["mixed"][stop:], strict=True
+    ):
+        assert np.array_equal(ids, same_ids) and torch.equal(images, same_images)
 
 
-def test_a_loader_that_has_gone_on_can_be_put_back():
-    """Its own state, loaded later, repeats the batches from there, also within an epoch."""
-    loader = make_loader(20, 3)
+def test_what_workers_made_ahead_does_not_count(shards):
+    """Two workers with three batches each ahead: the state is that of the batch handed out."""
+    loader = make_loader(shards, 4, workers=2, prefetch=3)
     batches = iter(loader)
-    for _ in range(8):
+    for step in range(1, 6):
         next(batches)
-    state = dict(loader.state_dict())
-    expected = [next(batches) for _ in range(9)]
-    loader.load_state_dict(state)
-    for batch, again in zip(expected, loader, strict=False):
-        assert_same_batch(again, batch)
+        assert loader.state_dict()["step"] == step
+    del batches
 
 
-def test_state_is_plain():
-    """Integers and text alone: it goes into a checkpoint that carries no code."""
-    loader = make_loader(20, 3)
-    next(iter(loader))
-    assert all(type(value) in (int, str) for value in loader.state_dict().values())
-
-
-def test_a_new_iteration_goes_on_where_the_last_one_stopped():
+def test_a_new_iteration_goes_on_where_the_last_one_stopped(shards):
     """The loader, not the iterator, knows the place."""
-    whole = list(islice(make_loader(20, 3), 5))
-    loader = make_loader(20, 3)
-    parts = list(islice(loader, 2)) + list(islice(loader, 3))
+    whole = list(islice(make_loader(shards, 5), 7))
+    loader = make_loader(shards, 5)
+    parts = list(islice(loader, 2)) + list(islice(loader, 5))
     for expected, batch in zip(whole, parts, strict=True):
         assert_same_batch(batch, expected)
 
 
-# --- the set itself ---------------------------------------------------------------------------
+def test_state_is_plain_and_tells_the_place_of_each_source(shards, generated):
+    """64 real samples by 8, 100 synthetic ones by 24: after 9 steps each is in its own epoch."""
+    loader = make_loader(shards, 8, synthetic=(generated, 24))
+    list(islice(loader, 9))
+    state = loader.state_dict()
+    places = [(part["set"], part["epoch"], part["step"]) for part in state["sources"]]
+    assert places == [("data.train", 1, 1), ("data.synthetic.shards", 2, 1)]
+    values = [value for part in state["sources"] for value in part.values()]
+    assert all(type(value) in (int, str) for value in [state["step"], *values])
 
 
-def test_the_stored_images_stay_as_they_are():
-    """Neither augmentation nor what is done to a batch reaches the set in memory."""
-    samples = make_samples(24)
-    kept = samples.images.clone()
-    for padding, flip in ((0, False), (0, True), (2, False), (2, True)):
-        loader = MemoryLoader(samples, DataConfig("a", "b", 5, padding, flip), seed=0)
-        for batch in islice(loader, 6):
-            batch.images.fill_(255)
-            batch.labels.fill_(-1)
-        assert torch.equal(samples.images, kept)
-    assert torch.equal(samples.labels, torch.arange(24) % 7)
+def test_other_samples_are_not_continued_on(shards, tmp_path):
+    """The state remembers what it was trained on: one other shard, or another order of them."""
+    state = make_loader(shards, 8).state_dict()
+    other = write_set(tmp_path, UNEVEN, first=1)
+    with pytest.raises(ConfigError, match=r"^data\.train = .*not the samples that the run"):
+        make_loader(other, 8).load_state_dict(state)
+
+
+def test_too_large_a_batch_is_refused(shards):
+    """A loader that would never hand out a batch names the key, the value and the set."""
+    with pytest.raises(
+        ConfigError, match=r"^data.batch_size = 65: .* the 64 samples of data.train"
+    ):
+        make_loader(shards, 65)
+
+
+# --- mixtures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("real, synthetic", [(8, 24), (8, 8), (4, 1), (1, 5), (3, 4)])
+def test_every_batch_has_the_exact_mixture(shards, generated, real, synthetic):
+    """In each batch so many of each; no synthetic sample comes twice in an epoch of its own."""
+    loader = make_loader(shards, real, synthetic=(generated, synthetic))
+    seen = []
+    for batch in islice(loader, 100 // synthetic):
+        assert int((batch.ids < 64).sum()) == real and len(batch.ids) == real + synthetic
+        seen += [int(i) for i in batch.ids if i >= 64]
+    assert len(set(seen)) == len(seen)
+    assert loader.steps_per_epoch == 64 // real
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_every_rank_has_the_same_mixture(shards, generated, world):
+    """1:3 on any number of ranks: each rank, and each half of it, has it to within one sample."""
+    for rank in range(world):
+        loader = make_loader(shards, 8, rank, world, synthetic=(generated, 24))
+        batch = next(iter(loader))
+        share = 32 // world
+        for part in np.split(batch.ids, 2):
+            assert abs(int((part < 64).sum()) - share / 8) < 1
+
+
+def test_sources_have_their_own_augmentation(shards, tmp_path):
+    """Real images are mirrored, generated ones are left as they are."""
+    same = write_set(tmp_path, UNEVEN, "edm")
+    mirrored = AugmentConfig(flip=True)
+    sources = [
+        make_source(shards, 8, augment=mirrored),
+        make_source(same, 8, key="data.synthetic.shards", augment=PLAIN),
+    ]
+    changed = {0: 0, 1: 0}
+    for batch in islice(StreamLoader(BatchMaker(sources)), 16):
+        for image, sample in zip(batch.images, batch.ids, strict=True):
+            source, number = divmod(int(sample), 64)
+            stored = torch.from_numpy(noise(8, 8, 3, seed=number).transpose(2, 0, 1).copy())
+            assert torch.equal(image, stored) or torch.equal(image, stored.flip(2))
+            changed[source] += not torch.equal(image, stored)
+    assert changed[1] == 0 and 32 < changed[0] < 96
+
+
+# --- what it costs ----------------------------------------------------------------------------
+
+
+def test_stats_tell_waiting_stages_and_what_is_ready(shards):
+    loader = make_loader(shards, 8, workers=2)
+    list(islice(loader, 6))
+    told = loader.stats.take()
+    assert 0 < told["data/wait_share"] <= 1
+    assert 0 <= told["data/ready_batches"] <= 5
+    for stage in ("read", "decode", "augment"):
+        assert told[f"data/{stage}_images_per_second"] > 0
+    assert "data/read_images_per_second" not in loader.stats.take()  # begun anew
+
+
+def test_no_shared_memory_is_left_behind(shards):
+    """The buffers have no name that could stay when the process is gone."""
+    batches = iter(make_loader(shards, 8, workers=2))
+    next(batches)
+    assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+    del batches

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from lipnext_scale import trainer as trainer_module
+from lipnext_scale.data import opening
 from lipnext_scale.parallel.traffic import Collective, CountTraffic
 from lipnext_scale.recipe import load_recipe
 from lipnext_scale.trainer import Trainer
@@ -37,9 +37,9 @@ Counted = dict[str, Collective]
 
 
 def small_trainer(directory: Path, *overrides: str) -> Trainer:
-    """On the ranks that there are; the samples are read once for all trainers of a process."""
-    if not hasattr(trainer_module.read_samples, "cache_info"):
-        trainer_module.read_samples = cache(trainer_module.read_samples)
+    """On the ranks that there are; the shards are opened once for all trainers of a process."""
+    if not hasattr(opening.open_catalog, "cache_info"):
+        opening.open_catalog = cache(opening.open_catalog)
     return Trainer(load_recipe(None, [*SETTINGS, f"run.dir={directory}", *overrides]))
 
 

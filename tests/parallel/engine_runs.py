@@ -8,6 +8,7 @@ of the steps clip their gradient. See test_parallel_parity.py for the choice of 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,6 @@ from gloo import run_processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lipnext_scale import trainer as trainer_module
 from lipnext_scale.checkpoint import (
     Piece,
     Pieces,
@@ -27,7 +27,7 @@ from lipnext_scale.checkpoint import (
     stored_shapes,
     verify_checkpoint,
 )
-from lipnext_scale.data import Samples, read_samples
+from lipnext_scale.data import opening
 from lipnext_scale.models import group_reference, ops
 from lipnext_scale.parallel import training_pieces
 from lipnext_scale.parallel.single import DTYPES
@@ -40,7 +40,7 @@ SETTINGS = [
     "data.train=builtin:digits/test-*.tar.gz",
     "data.test=builtin:digits/train-*.tar.gz",
     "data.batch_size=24",
-    "data.crop_padding=1",
+    "data.augment.crop_padding=1",
     "model.depth=3",
     "model.width=18",
     "model.image_size=8",
@@ -56,7 +56,7 @@ SETTINGS = [
     "optim.clip_norm=8",
     "optim.epochs=2",
     "optim.warmup_epochs=0.1",
-    "run.seed=32",
+    "run.seed=79",
     "run.max_steps=20",
     "run.log_every=1",
     "run.eval_every=0",
@@ -105,41 +105,13 @@ def recipe(directory: Path, *overrides: str) -> Recipe:
     return load_recipe(None, [*SETTINGS, f"run.dir={directory}", *overrides])
 
 
-_samples: dict[tuple[Any, ...], Samples] = {}
-
-
-def read_once(*arguments: Any) -> Samples:
-    """read_samples, but once for all runs."""
-    if arguments not in _samples:
-        _samples[arguments] = read_samples(*arguments)
-    return _samples[arguments]
+open_once = cache(opening.open_catalog)
 
 
 def build_trainer(directory: Path, *overrides: str) -> Trainer:
-    """A trainer of the run in `directory`."""
-    with mock.patch.object(trainer_module, "read_samples", read_once):
+    """A trainer of the run in `directory`; the shards are opened once for all runs of a process."""
+    with mock.patch.object(opening, "open_catalog", open_once):
         return Trainer(recipe(directory, *overrides))
-
-
-def run_ranks(
-    world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120
-) -> list[Any]:
-    """`run_processes`; the ranks are given the sets, which they need not read then."""
-    data = recipe(Path("unused")).data
-    for key in ("train", "test"):
-        read_once(getattr(data, key), f"data.{key}", data.memory_limit_gb)
-    return run_processes(world_size, _with_samples, _samples, function, arguments, timeout=timeout)
-
-
-def _with_samples(
-    rank: int,
-    world_size: int,
-    samples: dict[tuple[Any, ...], Samples],
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-) -> Any:
-    _samples.update(samples)
-    return function(rank, world_size, *arguments)
 
 
 def train(
@@ -190,7 +162,7 @@ def run_each(
     world_size: int, directory: Path, configurations: Configurations
 ) -> dict[str, Outcome]:
     """Every configuration on `world_size` ranks, as all of them together saw it."""
-    ranks = run_ranks(world_size, train_each, directory, configurations)
+    ranks = run_processes(world_size, train_each, directory, configurations)
     return {name: of_all_ranks([outcomes[name] for outcomes in ranks]) for name in configurations}
 
 

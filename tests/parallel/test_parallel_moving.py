@@ -26,11 +26,11 @@ from engine_runs import (
     held_pieces,
     joined,
     require_rows_of_owners,
-    run_ranks,
     stored,
     tensor_errors,
     train,
 )
+from gloo import run_processes
 from torch import Tensor
 
 from lipnext_scale.checkpoint import Pieces
@@ -50,7 +50,7 @@ def visit(place: Place, runs: list[tuple[Path, int]]) -> list[list[Visit]]:
     if world_size == 0:
         return [[continue_run(path, last_step, *overrides)] for path, last_step in runs]
     jobs = [(path, last_step, overrides) for path, last_step in runs]
-    ranks = run_ranks(world_size, continue_each, jobs)
+    ranks = run_processes(world_size, continue_each, jobs)
     return [list(visits) for visits in zip(*ranks, strict=True)]
 
 
@@ -160,7 +160,7 @@ def test_checkpoints_written_aside_are_the_same(tmp_path: Path) -> None:
         (tmp_path / name, 7, [*settings, f"run.async_checkpoint={name}"])
         for name in ("true", "false")
     ]
-    run_ranks(2, continue_each, runs)
+    run_processes(2, continue_each, runs)
     for step in range(1, 8):
         aside, at_once = (
             checkpoint_content(path / "checkpoints" / f"step-{step:09d}") for path, _, _ in runs
@@ -173,7 +173,7 @@ def test_checkpoints_written_aside_are_the_same(tmp_path: Path) -> None:
 def test_regular_checkpoints_stay_as_configured(tmp_path: Path) -> None:
     """Written every 3 steps and at the end; the newest stays, and every sixth step's."""
     settings = ["run.checkpoint_every=3", "run.keep_checkpoints=1", "run.keep_every=6"]
-    run_ranks(2, continue_each, [(tmp_path / "run", STEPS, settings)])
+    run_processes(2, continue_each, [(tmp_path / "run", STEPS, settings)])
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert names == [f"step-{step:09d}" for step in (6, 12, 18, 20)]
 
@@ -205,7 +205,7 @@ def test_a_trained_model_is_read_exported_and_continued(
     assert_same_bits(weights, named(tensors, "slow"))
     assert not torch.equal(weights["head.weight"], tensors["model.head.weight"])
     save_export(model, tmp_path / "model.safetensors")
-    ranks = run_ranks(3, start_from, tmp_path / "new", tmp_path / "model.safetensors")
+    ranks = run_processes(3, start_from, tmp_path / "new", tmp_path / "model.safetensors")
     for pieces in zip(*ranks, strict=True):
         started = joined(pieces)
         assert_same_bits(named(started, "model"), weights)

@@ -19,10 +19,10 @@ from engine_runs import (
     held_pieces,
     joined,
     require_rows_of_owners,
-    run_ranks,
     stored,
     tensor_errors,
 )
+from gloo import run_processes
 from torch import Tensor, nn
 
 from lipnext_scale.checkpoint import Pieces
@@ -37,6 +37,7 @@ TINY = [
     "model.shift_ratio=0.25",
     "model.blocks_per_bank=1",
     "optim.lookahead=2",
+    "run.seed=1",
 ]
 STEPS = 5
 BF16, FP32 = "parallel.precision=bf16", "parallel.precision=fp32"
@@ -153,7 +154,7 @@ def run_each(
     world_size: int, directory: Path, configurations: Configurations
 ) -> dict[str, Tensors]:
     """The tensors at the end; all ranks saw the same losses, and the last checkpoint holds them."""
-    ranks = run_ranks(world_size, train_each, directory, configurations)
+    ranks = run_processes(world_size, train_each, directory, configurations)
     ends = {}
     for name in configurations:
         results = [rank[name] for rank in ranks]

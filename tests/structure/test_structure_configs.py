@@ -1,5 +1,6 @@
 """The shipped configurations: complete, of the paper's sizes, and with no key that is ignored."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,15 @@ def test_every_key_of_a_file_is_a_key_of_the_recipe(path):
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     values.pop("base", None)
     whole = to_dict(load_recipe(str(SHIPPED[0])))
-    for section, name in leaves(values):
-        broken = {key: dict(inner) for key, inner in whole.items()}
-        broken[section][f"{name}_"] = broken[section].pop(name)
+    for *sections, name in leaves(values):
+        broken = deepcopy(whole)
+        section = broken
+        for part in sections:
+            section = section[part]
+        section[f"{name}_"] = section.pop(name)
         with pytest.raises(ConfigError) as error:
             from_dict(Recipe, broken)
-        assert error.value.key == f"{section}.{name}_"
+        assert error.value.key == ".".join([*sections, f"{name}_"])
 
 
 def test_every_shared_file_is_somebodys_base():

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 from small import assert_same, final_state, small_recipe, whole_piece
 
-from data_prep.shards import png_bytes, write_shard
+from data_prep.writing.shards import png_bytes, write_shard
 from lipnext_scale.certify import lipschitz_bound, load_model
 from lipnext_scale.certify.__main__ import main as certify_main
 from lipnext_scale.checkpoint import CheckpointWriter

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lipnext_scale import trainer as trainer_module
 from lipnext_scale.config import differences
+from lipnext_scale.data import read_samples
 from lipnext_scale.manifold import orthogonality_error
 from lipnext_scale.recipe import load_recipe
 from lipnext_scale.train import main
@@ -133,11 +134,12 @@ def test_gradients_are_clipped_to_the_configured_norm(tmp_path: Path) -> None:
 def test_evaluation_counts_what_is_right_and_far_enough(tmp_path: Path) -> None:
     """Against radii computed one by one, at an ε between them so that the two figures differ."""
     trainer = Trainer(small_recipe(tmp_path / "run", "loss.epsilon=0.215"))
-    images = trainer.test.images.float() / 255
+    test = read_samples(trainer.recipe.data.test, "data.test")
+    images = test.images.float() / 255
     right, certified = 0, 0
     with torch.no_grad():
         weight, logits = trainer.model.head.normalized_weight(), trainer.model(images)
-    for label, row in zip(trainer.test.labels.tolist(), logits, strict=True):
+    for label, row in zip(test.labels.tolist(), logits, strict=True):
         top = int(row.argmax())
         others = [j for j in range(10) if j != top]
         radius = min(float((row[top] - row[j]) / (weight[top] - weight[j]).norm()) for j in others)

@@ -1,0 +1,125 @@
+"""How fast a loader is, and how fast decoding alone could be with as many processes."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from multiprocessing.sharedctypes import Synchronized
+from typing import Any
+
+import cv2
+import numpy as np
+
+from lipnext_scale.data import StreamLoader
+from lipnext_scale.data.augment import resize_short_side
+from lipnext_scale.data.loader import start_worker
+from lipnext_scale.data.source import Source
+
+_HELD = 512  # encoded images that bare decoding goes through again and again
+
+
+def pipeline_rate(loader: StreamLoader, seconds: float) -> tuple[float, dict[str, float]]:
+    """Images/s that a loader hands out when nobody computes, and what its stages say."""
+    batches: Iterator[Any] = iter(loader)
+    first = next(batches)
+    for _ in islice(batches, 4):  # the workers' first batches come all at once
+        pass
+    loader.stats.take()
+    images, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        images += len(next(batches).labels)
+    rate = images / (time.perf_counter() - began)
+    told = loader.stats.take()
+    del batches, first
+    return rate, told
+
+
+def bare_rate(source: Source, processes: int, seconds: float) -> float:
+    """Images/s of decoding, resizing and cropping from memory, in so many processes: the limit.
+
+    No reading, no randomness, no batches, nothing sent anywhere.
+    """
+    count = min(_HELD, len(source.catalog))
+    held = [
+        source.store.read(i) for i in range(0, len(source.catalog), len(source.catalog) // count)
+    ]
+    options = source.options
+
+    def decode_one(number: int) -> None:
+        encoded, record = held[number % len(held)]
+        at_least = options.augment.resize[1]
+        image = source.store.decode(encoded, record, options.channels, at_least)
+        if at_least:
+            low, high = options.augment.resize
+            image = resize_short_side(image, low + number % (high - low + 1))
+        out[...] = image[: options.image_size, : options.image_size]
+
+    out = np.empty((options.image_size, options.image_size, options.channels), dtype=np.uint8)
+    return rate_in_processes(decode_one, processes, seconds)
+
+
+def rate_in_processes(work: Callable[[int], object], processes: int, seconds: float) -> float:
+    """How often work(number) is done in a second by forked processes together."""
+    context = multiprocessing.get_context("fork")
+    barrier, done = context.Barrier(processes), context.Value("l", 0)
+    workers = [
+        context.Process(target=_work, args=(work, number, barrier, done, seconds), daemon=True)
+        for number in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(worker.exitcode == 0 for worker in workers)
+    return done.value / seconds
+
+
+def _work(
+    work: Callable[[int], object],
+    process: int,
+    barrier: Any,
+    done: "Synchronized[int]",
+    seconds: float,
+) -> None:
+    start_worker(process)
+    cv2.setNumThreads(0)
+    number = process * 100
+    for _ in range(20):
+        work(number)
+        number += 1
+    barrier.wait()
+    end, images = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end:
+        work(number)
+        number += 1
+        images += 1
+    with done.get_lock():
+        done.value += images
+
+
+def class_entropy(labels: np.ndarray) -> float:
+    """Of the classes of a batch, in bits."""
+    shares = np.unique(labels, return_counts=True)[1] / len(labels)
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def mixing(source: Source, batches: int = 200) -> tuple[float, float]:
+    """(mean class entropy of the first batches of an epoch, that of batches drawn at random)."""
+    labels = np.concatenate([shard.records["label"] for shard in source.catalog.shards])
+    size, random = source.options.batch_size, np.random.default_rng(0)
+    steps = range(min(batches, source.order.steps_per_epoch))
+    found = [class_entropy(labels[source.order.ids(0, step)]) for step in steps]
+    ideal = [class_entropy(labels[random.choice(len(labels), size, replace=False)]) for _ in steps]
+    return float(np.mean(found)), float(np.mean(ideal))
+
+
+def resume_seconds(make_loader: Callable[[], StreamLoader], step: int) -> tuple[float, float]:
+    """(until a new loader is put to a step, until it hands out its first batch from there)."""
+    began = time.perf_counter()
+    loader = make_loader()
+    state = loader.state_dict()
+    state["step"] = step
+    loader.load_state_dict(state)
+    placed = time.perf_counter()
+    next(iter(loader))
+    return placed - began, time.perf_counter() - began

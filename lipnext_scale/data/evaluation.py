@@ -1,0 +1,103 @@
+"""Test images: every sample exactly once, on any number of ranks, always the same pixels."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lipnext_scale.data.augment import centre_crop, require_size, resize_short_side
+from lipnext_scale.data.catalog import Catalog
+from lipnext_scale.data.decode import BadSample
+from lipnext_scale.data.loader import made_by_workers
+from lipnext_scale.data.store import SampleStore
+from lipnext_scale.errors import UserError
+
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class TestBatch:
+    """uint8 images [B, C, H, W] with their labels, and which of them count on this rank."""
+
+    __test__ = False  # not for pytest
+
+    images: Tensor
+    labels: Tensor
+    ids: Tensor
+    counted: Tensor
+
+
+class TestSet(Dataset[TestBatch | str]):
+    """resize: the short side becomes this and the centre is cut out; 0: images have the size."""
+
+    __test__ = False
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        image_size: int,
+        channels: int,
+        resize: int = 0,
+        workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.catalog, self._store = catalog, SampleStore(catalog)
+        self._size, self._channels, self._resize = image_size, channels, resize
+        self._workers = workers
+        ids, counted = rank_share(len(catalog), rank, world_size)
+        self._parts = list(zip(ids.split(BATCH), counted.split(BATCH), strict=True))
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        return self._channels, self._size, self._size
+
+    def __len__(self) -> int:
+        """Its batches on this rank."""
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[TestBatch]:
+        workers = min(self._workers, len(self))
+        for batch in made_by_workers(self, range(len(self)), workers):
+            if isinstance(batch, str):
+                raise UserError(batch)
+            yield batch
+
+    def __getitem__(self, number: int) -> TestBatch | str:
+        """A batch, or why there is none: an error out of a worker would be a page long."""
+        ids, counted = self._parts[number]
+        images = np.empty((len(ids), self._size, self._size, self._channels), dtype=np.uint8)
+        try:
+            labels = [self._fill(sample, images[i]) for i, sample in enumerate(ids.tolist())]
+        except UserError as error:
+            return str(error)
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
+        return TestBatch(pixels, torch.tensor(labels), ids, counted)
+
+    def _fill(self, sample: int, out: np.ndarray) -> int:
+        """A test set is certified sample by sample, so a bad one has no substitute."""
+        try:
+            encoded, record = self._store.read(sample)
+            image = self._store.decode(encoded, record, self._channels)
+            if self._resize:
+                image = centre_crop(resize_short_side(image, self._resize), self._size)
+            require_size(image, self._size)
+        except BadSample as reason:
+            name = self._store.name(sample)
+            raise UserError(f"{self.catalog.key}: {name} {reason}") from None
+        out[...] = image
+        return record.label
+
+
+def rank_share(count: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """(sample numbers, whether each counts) of a rank: every sample counts on exactly one.
+
+    All ranks get equally many, so that they make the same passes together: where the samples do not
+    divide evenly the last one is repeated, and does not count.
+    """
+    share = -(-count // world_size)
+    ids = torch.arange(rank, rank + share * world_size, world_size)
+    return ids.clamp(max=count - 1), ids < count

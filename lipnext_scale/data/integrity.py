@@ -1,0 +1,51 @@
+"""Comparing shards with the sha256 of their index, before a run trains on them."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+
+from lipnext_scale.data.catalog import Catalog, Shard
+from lipnext_scale.errors import UserError
+
+_CHUNK = 1 << 22
+
+
+def stamp(shard: Shard) -> str:
+    """What a shard's file is known by: another file, or one that was written to, has another."""
+    facts = os.stat(shard.path)
+    return f"{os.path.abspath(shard.path)} {facts.st_size} {facts.st_mtime_ns} {shard.sha256}"
+
+
+def unchecked_shards(catalogs: Iterable[Catalog], known: set[str]) -> list[Shard]:
+    """The shards with an index whose stamp is not among the known ones."""
+    return [
+        shard
+        for catalog in catalogs
+        for shard in catalog.shards
+        if shard.sha256 is not None and stamp(shard) not in known
+    ]
+
+
+def check_shards(
+    shards: list[Shard], advance: Callable[[int], None] = lambda _bytes: None
+) -> list[str]:
+    """Hash the shards; their stamps, or an error that names the first that is damaged."""
+    stamps = []
+    for shard in shards:
+        before = stamp(shard)
+        if file_sha256(shard.path, advance) != shard.sha256:
+            raise UserError(
+                f"{shard.name}: its sha256 is not that of its index: the shard is damaged or was "
+                "exchanged; python -m data_prep.verify tells more, data.verify=false trains anyway"
+            )
+        stamps.append(before)
+    return stamps
+
+
+def file_sha256(path: str, advance: Callable[[int], None] = lambda _bytes: None) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()

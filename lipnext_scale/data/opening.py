@@ -1,0 +1,93 @@
+"""From the configuration to loaders: which sets are opened, checked, and put together."""
+
+from pathlib import Path
+
+from lipnext_scale.data.augment import AugmentConfig
+from lipnext_scale.data.batches import BatchMaker
+from lipnext_scale.data.catalog import Catalog, open_catalog
+from lipnext_scale.data.config import DataConfig
+from lipnext_scale.data.evaluation import TestSet
+from lipnext_scale.data.loader import StreamLoader
+from lipnext_scale.data.samples import Samples, load_test_set, require_fits
+from lipnext_scale.data.source import Source, SourceOptions
+
+
+class DataSets:
+    """The sets of a configuration, opened and checked against what the model takes."""
+
+    def __init__(
+        self, config: DataConfig, image_size: int, channels: int, num_classes: int
+    ) -> None:
+        self._config, self._size, self._channels = config, image_size, channels
+        self.train = _open(config, config.train, "data.train")
+        self.test = _open(config, config.test, "data.test")
+        self.synthetic: Catalog | None = None
+        if config.synthetic.shards:
+            self.synthetic = _open(config, config.synthetic.shards, "data.synthetic.shards")
+        resized = {
+            "data.train": bool(config.augment.resize[1]),
+            "data.synthetic.shards": bool(config.synthetic.augment.resize[1]),
+            "data.test": bool(config.test_resize),
+        }
+        for catalog in self.all:
+            require_fits(catalog, image_size, channels, num_classes, resized[catalog.key])
+
+    @property
+    def all(self) -> list[Catalog]:
+        synthetic = [self.synthetic] if self.synthetic is not None else []
+        return [self.train, self.test, *synthetic]
+
+    def training_loader(
+        self, seed: int, rank: int = 0, world_size: int = 1, pin_memory: bool = False
+    ) -> StreamLoader:
+        """A rank's share of the batches of real and synthetic images."""
+        config = self._config
+        real, generated = config.batch_parts()
+        sources = [self._source(self.train, real, seed, config.augment)]
+        if self.synthetic is not None:
+            # Another seed, or samples of the same number would be augmented alike.
+            augment = config.synthetic.augment
+            sources.append(self._source(self.synthetic, generated, seed + 1, augment))
+        maker = BatchMaker(sources, rank, world_size)
+        return StreamLoader(maker, config.workers, config.prefetch, pin_memory)
+
+    def _source(self, catalog: Catalog, batch: int, seed: int, augment: AugmentConfig) -> Source:
+        config = self._config
+        options = SourceOptions(
+            batch_size=batch,
+            image_size=self._size,
+            channels=self._channels,
+            seed=seed,
+            augment=augment,
+            read_block=config.read_block,
+            window=config.shuffle_window,
+            substitute=config.on_bad_sample == "substitute",
+        )
+        return Source(catalog, options)
+
+    def test_set(self, rank: int = 0, world_size: int = 1) -> TestSet:
+        config = self._config
+        return TestSet(
+            self.test,
+            self._size,
+            self._channels,
+            config.test_resize,
+            config.workers,
+            rank,
+            world_size,
+        )
+
+
+def read_test_samples(
+    config: DataConfig, image_size: int, channels: int, num_classes: int
+) -> Samples:
+    """The test set alone, in memory, as the model takes it."""
+    catalog = _open(config, config.test, "data.test")
+    require_fits(catalog, image_size, channels, num_classes, bool(config.test_resize))
+    test = TestSet(catalog, image_size, channels, config.test_resize, config.workers)
+    return load_test_set(test, config.memory_limit_gb)
+
+
+def _open(config: DataConfig, pattern: str, key: str) -> Catalog:
+    cache = Path(config.cache_dir) if config.cache_dir else None
+    return open_catalog(pattern, key, cache, config.memory_limit_gb)

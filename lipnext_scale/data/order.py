@@ -1,0 +1,130 @@
+"""The order of an epoch: a pure function of (seed, epoch, step), whatever reads it.
+
+Training wants a random order, disks want long reads. The scheme has both:
+
+    blocks    each shard is cut into blocks of consecutive samples, one long read each, and an
+              epoch puts all blocks of all shards into a new random order: N samples in sequence
+    lanes     the sequence is cut into equal lanes; a batch takes equally many from each, so a batch
+              mixes as many distant regions as there are lanes, and ranks, which take consecutive
+              places of the batch, read from regions of their own
+    windows   inside a lane, samples of consecutive blocks are permuted: what is read ahead
+
+The sequence begins at a random place and goes on at its start, so that where lanes and windows
+begin has nothing to do with where blocks do: every sample is equally likely to stand anywhere.
+
+With blocks of one sample it is a uniform permutation. What does not fill a batch, fewer than
+`batch_size` samples at the sequence's end, is left out of that epoch: other ones in every epoch.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from lipnext_scale.data.randomness import below, sample_bits
+
+MAX_LANES = 64
+BLOCK_BYTES = 4 << 20
+# Sets below this are soon in the page cache whole: the order of reading does not matter.
+SMALL_SET_BYTES = 1 << 30
+_BLOCKS, _WINDOWS, _FIRST = 101, 102, 103  # streams of random bits
+
+
+@dataclass(frozen=True)
+class OrderConfig:
+    """block: samples read in one go. window: samples in the windows of all lanes together."""
+
+    batch_size: int
+    block: int = 1
+    window: int = 1 << 14
+
+
+class Order:
+    """shard_samples: how many samples each shard holds; samples are numbered through all shards."""
+
+    def __init__(self, shard_samples: list[int], config: OrderConfig, seed: int) -> None:
+        self.samples = sum(shard_samples)
+        self.batch_size, self._seed = config.batch_size, seed
+        self.steps_per_epoch = self.samples // config.batch_size
+        assert self.steps_per_epoch, "there is a batch"
+        self.lanes = largest_divisor(config.batch_size, MAX_LANES)
+        self._per_step = config.batch_size // self.lanes
+        self._lane_length = self.steps_per_epoch * self._per_step
+        # Whole steps, so that a step never looks into two windows of a lane.
+        steps = max(1, config.window // config.batch_size)
+        self.steps_per_window = min(steps, self.steps_per_epoch)
+        self._block_starts, self._block_lengths = cut_into_blocks(shard_samples, config.block)
+        self._sequence = lru_cache(maxsize=2)(self._epoch_sequence)
+        self._shuffled = lru_cache(maxsize=2)(self._window_permutations)
+
+    def ids(self, epoch: int, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """The samples at places [start, stop) of the batch of a step."""
+        stop = self.batch_size if stop is None else stop
+        window, step_in_window = divmod(step, self.steps_per_window)
+        places = np.arange(start, stop)
+        lane, place = places // self._per_step, places % self._per_step
+        offset = self._shuffled(epoch, window)[lane, step_in_window * self._per_step + place]
+        return self._samples_at(epoch, lane * self._lane_length + self._start_of(window) + offset)
+
+    def runs(self, epoch: int, window: int, lane: int) -> list[tuple[int, int]]:
+        """What a lane's window reads, as (first, last) of consecutive samples."""
+        first = lane * self._lane_length + self._start_of(window)
+        ids = self._samples_at(epoch, first + np.arange(self._length_of(window)))
+        breaks = np.flatnonzero(np.diff(ids) != 1)
+        firsts, lasts = np.append(0, breaks + 1), np.append(breaks, len(ids) - 1)
+        return [(int(ids[a]), int(ids[b])) for a, b in zip(firsts, lasts, strict=True)]
+
+    def lanes_of(self, start: int, stop: int) -> range:
+        """The lanes that places [start, stop) of a batch are taken from."""
+        return range(start // self._per_step, -(-stop // self._per_step))
+
+    def _start_of(self, window: int) -> int:
+        return window * self.steps_per_window * self._per_step
+
+    def _length_of(self, window: int) -> int:
+        full = self.steps_per_window * self._per_step
+        return min(full, self._lane_length - self._start_of(window))
+
+    def _samples_at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        order, ends, first = self._sequence(epoch)
+        positions = (positions + first) % self.samples
+        block = np.searchsorted(ends, positions, side="right")
+        into_block = positions - (ends[block] - self._block_lengths[order[block]])
+        return self._block_starts[order[block]] + into_block
+
+    def _epoch_sequence(self, epoch: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """(the blocks in this epoch's order, the position at which each ends, where to begin)"""
+        blocks = np.arange(len(self._block_starts))
+        order = np.argsort(sample_bits(self._seed, epoch, blocks, _BLOCKS), kind="stable")
+        first = below(sample_bits(self._seed, epoch, np.zeros(1), _FIRST), self.samples)
+        return order, np.cumsum(self._block_lengths[order]), int(first[0])
+
+    def _window_permutations(self, epoch: int, window: int) -> np.ndarray:
+        """For every lane a permutation of the window's places [lanes, length]."""
+        length = self._length_of(window)
+        lane, place = np.arange(self.lanes)[:, None], np.arange(length)[None, :]
+        numbers = lane * self._lane_length + self._start_of(window) + place  # each one its own bits
+        bits = sample_bits(self._seed, epoch, numbers, _WINDOWS)
+        return np.argsort(bits, axis=1, kind="stable")
+
+
+def cut_into_blocks(shard_samples: list[int], block: int) -> tuple[np.ndarray, np.ndarray]:
+    """(first sample, length) of every block; blocks end where their shard ends."""
+    starts, lengths, first = [], [], 0
+    for samples in shard_samples:
+        own = np.arange(0, samples, block)
+        starts.append(first + own)
+        lengths.append(np.minimum(block, samples - own))
+        first += samples
+    return np.concatenate(starts), np.concatenate(lengths)
+
+
+def choose_block(samples: int, total_bytes: int) -> int:
+    """Samples to a read: one where the set is small, else so many as take about BLOCK_BYTES."""
+    if total_bytes < SMALL_SET_BYTES:
+        return 1
+    return max(1, round(BLOCK_BYTES * samples / total_bytes))
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)

@@ -1,0 +1,219 @@
+"""Runs on sharded data: workers, damaged shards, bad samples, and what is left when one dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from gloo import run_processes
+from sets_making import write_set
+from small import assert_same, final_state
+
+from lipnext_scale.errors import RunFailed, UserError
+from lipnext_scale.recipe import Recipe, load_recipe
+from lipnext_scale.trainer import Trainer
+
+SETTINGS = [
+    "data.batch_size=12",
+    "data.augment.crop_padding=1",
+    "data.augment.rand_augment=0.5",
+    "data.synthetic.per_real=3",
+    "model.depth=2",
+    "model.width=16",
+    "model.image_size=8",
+    "model.patch_size=2",
+    "model.num_classes=7",
+    "optim.epochs=3",
+    "optim.warmup_epochs=1",
+    "run.eval_every=1",
+    "run.log_every=1",
+    "run.checkpoint_every=5",
+]
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    directory = tmp_path_factory.mktemp("sets")
+    return [
+        f"data.train={write_set(directory, [5, 9, 1, 0, 6])}",
+        f"data.test={write_set(directory, [4, 7], 'test')}",
+        f"data.synthetic.shards={write_set(directory, [30, 20], 'edm')}",
+    ]
+
+
+def recipe(sets: list[str], run: Path, *overrides: str) -> Recipe:
+    return load_recipe(None, [*SETTINGS, *sets, f"run.dir={run}", *overrides])
+
+
+def values(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# --- exact, whoever makes the batches ---------------------------------------------------------
+
+
+def test_workers_change_nothing_and_a_stop_neither(sets, tmp_path):
+    """With two workers, stopped in the middle and continued without any: the same to the bit."""
+    Trainer(recipe(sets, tmp_path / "straight")).run()
+    Trainer(recipe(sets, tmp_path / "stopped", "data.workers=2", "run.max_steps=9")).run()
+    Trainer(recipe(sets, tmp_path / "stopped")).run()
+    assert_same(final_state(tmp_path / "stopped"), final_state(tmp_path / "straight"))
+    scores = [record for record in values(tmp_path / "straight") if "data/wait_share" in record]
+    assert len(scores) == 21 and all(0 <= s["data/wait_share"] <= 1 for s in scores)
+
+
+def train_rank(rank: int, world: int, sets: list[str], run: Path, steps: int) -> None:
+    Trainer(recipe(sets, run, "data.workers=1", f"run.max_steps={steps}")).run()
+
+
+@pytest.mark.slow
+def test_four_ranks_stop_and_two_go_on(sets, tmp_path):
+    """The losses of a run that changes its number of ranks are those of one process."""
+    Trainer(recipe(sets, tmp_path / "alone", "optim.eps=1e-2")).run()
+    for world, steps in ((4, 8), (2, 21)):
+        run_processes(world, train_rank, [*sets, "optim.eps=1e-2"], tmp_path / "elastic", steps)
+    losses = [
+        [record["train/loss"] for record in values(tmp_path / run) if "train/loss" in record]
+        for run in ("alone", "elastic")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+# --- before training --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["train", "test", "edm"])
+def test_a_flipped_bit_is_found_before_training(tmp_path, which):
+    """In any of the sets, by the shard's name; nothing has been written. It can be overruled."""
+    directory = tmp_path / "data"
+    own = [
+        f"data.train={write_set(directory, [5, 9])}",
+        f"data.test={write_set(directory, [4, 7], 'test')}",
+        f"data.synthetic.shards={write_set(directory, [30], 'edm')}",
+    ]
+    shard = directory / f"{which}-000000.tar"
+    content = bytearray(shard.read_bytes())
+    content[len(content) - 600] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match=f"{which}-000000.tar: its sha256 is not that of its index"):
+        Trainer(recipe(own, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    Trainer(recipe(own, tmp_path / "run", "data.verify=false", "run.max_steps=1"))
+
+
+def test_shards_are_not_hashed_again(sets, tmp_path):
+    """A continued run reads its notes: only what changed on disk since is looked at."""
+    Trainer(recipe(sets, tmp_path / "run", "run.max_steps=1")).run()
+    notes = (tmp_path / "run" / "checked_shards.txt").read_text().splitlines()
+    assert len(notes) == 9
+    shard = Path(notes[0].rsplit(" ", 3)[0])
+    accessed = os.stat(shard).st_atime_ns
+    Trainer(recipe(sets, tmp_path / "run", "run.max_steps=2")).run()
+    assert (tmp_path / "run" / "checked_shards.txt").read_text().splitlines() == notes
+    assert os.stat(shard).st_atime_ns >= accessed
+
+
+# --- bad samples ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(tmp_path: Path, sets: list[str]) -> list[str]:
+    """A training set with one image that cannot be decoded."""
+    pattern = write_set(tmp_path / "broken", [30], index=False)
+    path = tmp_path / "broken" / "train-000000.tar"
+    content = path.read_bytes()
+    place = content.index(b"IDAT", content.index(b"000007.png"))
+    path.write_bytes(content[: place + 9] + bytes([content[place + 9] ^ 1]) + content[place + 10 :])
+    return [f"data.train={pattern}", *sets[1:]]
+
+
+def test_a_run_goes_on_without_a_bad_sample(broken, tmp_path, capsys):
+    """Named once in three epochs, counted in the metrics; the number of steps is unchanged."""
+    Trainer(recipe(broken, tmp_path / "run", "data.on_bad_sample=substitute")).run()
+    said = capsys.readouterr().out
+    assert said.count("sample 000007 is a damaged PNG") == 1
+    told = [record for record in values(tmp_path / "run") if "train/loss" in record]
+    assert len(told) == 30 and told[-1]["data/bad_samples"] == 1
+
+
+def test_or_ends_with_its_name(broken, tmp_path):
+    with pytest.raises(RunFailed, match="train-000000.tar: sample 000007 is a damaged PNG"):
+        Trainer(recipe(broken, tmp_path / "run")).run()
+
+
+# --- processes that die -----------------------------------------------------------------------
+
+
+def start_command(sets: list[str], run: Path, *overrides: str) -> subprocess.Popen:
+    settings = [*SETTINGS, *sets, f"run.dir={run}", "data.workers=2", "optim.epochs=4000"]
+    command = [sys.executable, "-m", "lipnext_scale.train", *settings, "run.eval_every=0"]
+    process = subprocess.Popen(
+        [*command, "run.checkpoint_every=0", *overrides],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    while not (run / "metrics.jsonl").exists() or not values(run):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    return process
+
+
+def workers_of(process: subprocess.Popen) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlives its run"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_run_quickly(sets, tmp_path):
+    """One line that says what ended and how to go on, exit code 1, no process left."""
+    process = start_command(sets, tmp_path / "run")
+    workers = workers_of(process)
+    assert len(workers) == 2
+    os.kill(workers[0], signal.SIGKILL)
+    began = time.monotonic()
+    _, error = process.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    assert process.returncode == 1
+    assert "a process that makes batches (data.workers) has ended" in error
+    assert "Traceback" not in error and error.count("\n") == 1
+    assert_gone(workers)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_leaves_nothing_behind(sets, tmp_path):
+    """The whole process group gets SIGINT, as from a terminal: saved, no worker, no memory left."""
+    process = start_command(sets, tmp_path / "run")
+    workers = workers_of(process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT and "saved" in error, error
+    assert "Traceback" not in error
+    assert_gone(workers)
+    names = tuple(f"torch_{pid}_" for pid in (process.pid, *workers))
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(names)]
+    assert final_state(tmp_path / "run")["step"] > 0
+
+
+@pytest.mark.slow
+def test_workers_of_a_killed_run_end_with_it(sets, tmp_path):
+    """kill -9 of the run itself: its workers, which nobody tells, end at once."""
+    process = start_command(sets, tmp_path / "run")
+    workers = workers_of(process)
+    process.kill()
+    process.communicate()
+    assert len(workers) == 2
+    assert_gone(workers)
