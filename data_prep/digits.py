@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.shards import png_bytes, write_shard
+from data_prep.writing.shards import png_bytes, write_shard
 from lipnext_scale.errors import ArgumentParser, UserError, command
 
 TEST_SAMPLES = 360

@@ -1,0 +1,1 @@
+"""Looking at shards that are there: their faults, and what they hold."""

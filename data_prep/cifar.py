@@ -1,0 +1,259 @@
+"""CIFAR-10 and CIFAR-100 as shards of PNGs, from the official files for Python.
+
+    python -m data_prep.cifar --source cifar-10-python.tar.gz --out data/cifar10
+    python -m data_prep.cifar --source cifar-100-python --out data/cifar100
+
+The source is the archive, which is read where it lies, or the directory unpacked from it. Its files
+are pickles: only numpy arrays and plain values are taken from them, so that nothing in a file from
+a stranger is ever run. Pixels are exact.
+"""
+
+import argparse
+import hashlib
+import io
+import pickle
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.writing.convert import run_conversions
+from data_prep.writing.options import add_conversion_options, conversion_options
+from data_prep.writing.set_plan import SetSource
+from lipnext_scale.errors import ArgumentParser, UserError, command
+
+SIDE = 32
+LARGEST_FILE = 1 << 28  # bytes; the largest that is published has 155 MB
+PNG_BYTES = 2300  # of an image of theirs, about
+
+
+@dataclass(frozen=True)
+class Edition:
+    """The files of one of the two sets with their published md5 sums, and the keys inside them."""
+
+    title: str
+    classes: int
+    files: dict[str, dict[str, str]]  # set → file → md5
+    meta: str
+    labels: str
+    names: str
+
+
+CIFAR10 = Edition(
+    "CIFAR-10",
+    10,
+    {
+        "train": {
+            "data_batch_1": "c99cafc152244af753f735de768cd75f",
+            "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+            "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+            "data_batch_4": "634d18415352ddfa80567beed471001a",
+            "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+        },
+        "test": {"test_batch": "40351d587109b95175f43aff81a1287e"},
+    },
+    "batches.meta",
+    "labels",
+    "label_names",
+)
+_FILES100 = {
+    "train": {"train": "16019d7e3df5f24257cddd939b257f8d"},
+    "test": {"test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
+}
+CIFAR100 = Edition("CIFAR-100", 100, _FILES100, "meta", "fine_labels", "fine_label_names")
+CIFAR100_COARSE = Edition("CIFAR-100", 20, _FILES100, "meta", "coarse_labels", "coarse_label_names")
+_ALL_FILES = {
+    name for e in (CIFAR10, CIFAR100) for files in e.files.values() for name in (*files, e.meta)
+}
+
+
+class PixelCollection:
+    """Images in memory, [N, 3, 32, 32] as the files have them."""
+
+    def __init__(
+        self, classes: list[str], images: np.ndarray, labels: list[int], names: list[str]
+    ) -> None:
+        self.classes, self._images, self._labels, self._names = classes, images, labels, names
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def label(self, i: int) -> int:
+        return self._labels[i]
+
+    def name(self, i: int) -> str:
+        return self._names[i]
+
+    def load(self, i: int) -> np.ndarray:
+        return np.ascontiguousarray(self._images[i].transpose(1, 2, 0))
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(repr((self.classes, self._labels, self._names)).encode())
+        digest.update(self._images.tobytes())
+        return digest.hexdigest()
+
+    def estimated_bytes(self, i: int) -> int:
+        return PNG_BYTES
+
+
+class _DataOnly(pickle.Unpickler):
+    """Arrays of numpy are put together by these three; whatever else a pickle asks for is refused,
+    for calling it could do anything."""
+
+    ALLOWED = {
+        ("numpy.core.multiarray", "_reconstruct"): np.zeros(0).__reduce__()[0],
+        ("numpy._core.multiarray", "_reconstruct"): np.zeros(0).__reduce__()[0],
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self.ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, no part of data") from None
+
+
+def unpickled(content: bytes, where: str) -> dict[str, Any]:
+    """A file's dictionary with its keys as text."""
+    try:
+        values = _DataOnly(io.BytesIO(content), encoding="bytes").load()
+        return {key.decode() if isinstance(key, bytes) else key: v for key, v in values.items()}
+    except Exception as error:  # a pickle from elsewhere may fail in any way
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise UserError(f"{where}: is no CIFAR file: {reason}") from None
+
+
+def source_files(source: Path) -> dict[str, bytes]:
+    """The files of the set by name: of a directory, or of the archive."""
+    try:
+        if source.is_dir():
+            # Some unpack the archive into a directory around its own.
+            inner = [source / name for name in ("cifar-10-batches-py", "cifar-100-python")]
+            directory = next((path for path in inner if path.is_dir()), source)
+            paths = [directory / name for name in sorted(_ALL_FILES)]
+            return {path.name: path.read_bytes() for path in paths if path.is_file()}
+        with tarfile.open(source, "r:*") as tar:
+            return dict(_archived_files(tar))
+    except OSError as error:
+        raise UserError(f"--source {source}: cannot be read: {error.strerror or error}") from None
+    except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(f"--source {source}: is no readable archive: {reason}") from None
+
+
+def _archived_files(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
+    for entry in tar:
+        name = entry.name.rsplit("/", 1)[-1]
+        if name in _ALL_FILES and entry.isreg():
+            if entry.size > LARGEST_FILE:
+                raise ValueError(f"its {name} has {entry.size:,} bytes, no CIFAR file has")
+            content = tar.extractfile(entry)
+            assert content is not None
+            yield name, content.read()
+
+
+def edition_of(files: Mapping[str, bytes], coarse: bool, source: Path) -> Edition:
+    edition = CIFAR10 if "test_batch" in files else CIFAR100_COARSE if coarse else CIFAR100
+    missing = [name for part in edition.files.values() for name in part if name not in files]
+    if missing:
+        raise UserError(
+            f"--source {source}: has no {', '.join(missing)}; give cifar-10-batches-py, "
+            "cifar-100-python or their archive"
+        )
+    if coarse and edition is CIFAR10:
+        raise UserError("--coarse: CIFAR-10 has no coarse labels, CIFAR-100 has")
+    return edition
+
+
+def class_names(files: Mapping[str, bytes], edition: Edition) -> list[str]:
+    """From the file for it; without that the labels' numbers."""
+    if edition.meta not in files:
+        return [str(label) for label in range(edition.classes)]
+    names: Any = unpickled(files[edition.meta], edition.meta).get(edition.names)
+    if not _are(names, bytes) or len(names) != edition.classes:
+        raise UserError(f"{edition.meta}: has no {edition.classes} names in {edition.names}")
+    return [name.decode(errors="replace") for name in names]
+
+
+def _are(values: Any, kind: type) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
+
+
+def collection(files: Mapping[str, bytes], edition: Edition, part: str) -> PixelCollection:
+    """The images of "train" or "test", in the order of the files."""
+    batches = [_batch(files[file], file, edition) for file in edition.files[part]]
+    return PixelCollection(
+        class_names(files, edition),
+        np.concatenate([images for images, _, _ in batches]),
+        [label for _, labels, _ in batches for label in labels],
+        [name for _, _, names in batches for name in names],
+    )
+
+
+def _batch(content: bytes, file: str, edition: Edition) -> tuple[np.ndarray, list[int], list[str]]:
+    """(images, labels, names) of one file."""
+    values = unpickled(content, file)
+    data: Any = values.get("data")
+    labels: Any = values.get(edition.labels)
+    names: Any = values.get("filenames")
+    size = 3 * SIDE**2
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape[1:] != (size,):
+        raise UserError(f"{file}: its data is no array of {size} bytes an image")
+    if not _are(labels, int) or not all(0 <= label < edition.classes for label in labels):
+        raise UserError(f"{file}: its {edition.labels} are no list of 0 to {edition.classes - 1}")
+    if not _are(names, bytes) or not len(data) == len(labels) == len(names):
+        raise UserError(f"{file}: its data, {edition.labels} and filenames do not go together")
+    decoded = [name.decode(errors="replace") for name in names]
+    return data.reshape(-1, 3, SIDE, SIDE), labels, decoded
+
+
+def provenance(files: Mapping[str, bytes], edition: Edition) -> dict[str, Any]:
+    """The md5 sums of the files, and whether they are the published ones; says so."""
+    published = {name: md5 for part in edition.files.values() for name, md5 in part.items()}
+    sums = {name: hashlib.md5(files[name], usedforsecurity=False).hexdigest() for name in published}
+    others = [name for name in published if sums[name] != published[name]]
+    if others:
+        print(f"{edition.title}: not the published files: the md5 of {', '.join(others)} differs")
+    else:
+        print(f"{edition.title}: all {len(sums)} md5 sums are the published ones")
+    labels = {"labels": edition.labels}
+    return {"data": edition.title, **labels, "md5": sums, "as_published": not others}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog="data_prep.cifar",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        required=True,
+        help="cifar-10-batches-py or cifar-100-python, or the official .tar.gz of either",
+    )
+    parser.add_argument(
+        "--coarse", action="store_true", help="the 20 coarse labels of CIFAR-100, not the 100 fine"
+    )
+    add_conversion_options(parser)
+    return parser.parse_args(argv)
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)
+    options = conversion_options(arguments, "data_prep.cifar")
+    files = source_files(arguments.source)
+    edition = edition_of(files, arguments.coarse, arguments.source)
+    source = provenance(files, edition)
+    sets = [SetSource(part, collection(files, edition, part), source) for part in edition.files]
+    run_conversions(sets, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Where samples come from: folders, tars, zips and arrays, read in place."""

@@ -1,0 +1,88 @@
+"""Tiny ImageNet (200 classes, 64×64) as shards, from the official folder.
+
+    python -m data_prep.tiny_imagenet --source tiny-imagenet-200 --out data/tiny_imagenet
+
+The folder has wnids.txt, train/WNID/images/ and val/images/ with val_annotations.txt. A label is
+the place of the WordNet id among all of them, sorted. The set "test" is val: the official test
+images have no labels.
+"""
+
+import argparse
+from pathlib import Path
+
+from data_prep.sources.listing import FolderImages, ImageFile, folder_files, subfolders, text_lines
+from data_prep.writing.convert import run_conversions
+from data_prep.writing.options import add_conversion_options, conversion_options
+from data_prep.writing.set_plan import SetSource
+from lipnext_scale.errors import ArgumentParser, UserError, command
+
+ANNOTATIONS = "val/val_annotations.txt"
+
+
+def class_ids(root: Path) -> list[str]:
+    """The WordNet ids by label."""
+    ids = sorted(line.strip() for line in text_lines(root / "wnids.txt"))
+    if not ids or len(set(ids)) < len(ids):
+        raise UserError(f"{root / 'wnids.txt'}: must name every class once")
+    there = subfolders(root / "train")
+    for name in sorted(set(there) ^ set(ids)):
+        where = "has no folder in train" if name in ids else "is in train, not in wnids.txt"
+        raise UserError(f"--source {root}: class {name} {where}")
+    return ids
+
+
+def train_files(root: Path, ids: list[str]) -> list[ImageFile]:
+    return [
+        file
+        for label, name in enumerate(ids)
+        for file in folder_files(root, f"train/{name}/images", label)
+    ]
+
+
+def val_files(root: Path, ids: list[str]) -> list[ImageFile]:
+    """Each image of val has a line that begins with its name and its class."""
+    labels = {name: label for label, name in enumerate(ids)}
+    annotated: dict[str, int] = {}
+    for line in text_lines(root / ANNOTATIONS):
+        name, _, rest = line.partition("\t")
+        class_id = rest.split("\t")[0].strip()
+        if class_id not in labels or name in annotated:
+            wrong = "is there twice" if name in annotated else f"has the unknown class {class_id!r}"
+            raise UserError(f"{root / ANNOTATIONS}: {name!r} {wrong}")
+        annotated[name] = labels[class_id]
+    files = folder_files(root, "val/images", 0)
+    for name in sorted({Path(file.name).name for file in files} ^ set(annotated)):
+        where = "no file in val/images" if name in annotated else "no line"
+        raise UserError(f"{root / ANNOTATIONS}: {name!r} has {where}")
+    return [file._replace(label=annotated[Path(file.name).name]) for file in files]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog="data_prep.tiny_imagenet",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--source", type=Path, required=True, help="tiny-imagenet-200, unpacked")
+    add_conversion_options(parser)
+    return parser.parse_args(argv)
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)
+    options = conversion_options(arguments, "data_prep.tiny_imagenet")
+    root: Path = arguments.source
+    ids = class_ids(root)
+    sets = [
+        SetSource(name, FolderImages(root, ids, files), {"data": "Tiny ImageNet", "split": split})
+        for name, split, files in (
+            ("train", "train", train_files(root, ids)),
+            ("test", "val", val_files(root, ids)),
+        )
+    ]
+    run_conversions(sets, options)
+
+
+if __name__ == "__main__":
+    main()

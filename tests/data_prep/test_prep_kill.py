@@ -1,0 +1,222 @@
+"""SIGKILL of the real command: it goes on, ends with the same bytes, leaves no worker behind."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prep_sources import contents, encoded, noise, run_command, samples_of, succeeds, write_files
+
+from data_prep import imagenet
+from data_prep.writing.convert import run_conversion
+from data_prep.writing.options import ConversionOptions
+from lipnext_scale.errors import RunFailed
+
+ROOT = Path(__file__).parents[2]
+KILLS = 10
+# The command without the two seconds that the package takes to import: the parent imports and then
+# forks children that are killed, as often as wanted.
+SERVER = """
+import os, signal, sys, time
+from data_prep import imagenet
+print("ready", flush=True)
+for line in sys.stdin:
+    delay, *argv = line.rstrip("\\n").split("\\t")
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)
+        sys.stdin.close()
+        sys.stdout = open(os.devnull, "w")
+        try:
+            imagenet.main(argv)
+        except SystemExit as error:
+            os._exit(error.code)
+        os._exit(0)
+    if delay:
+        time.sleep(float(delay))
+        os.kill(child, signal.SIGKILL)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """23 shards of 10 images: half a second of work."""
+    images = {f"one/{i:03d}.png": encoded(noise(224, 224, 3, seed=i)) for i in range(12)}
+    more = {
+        f"{kind}/{i:03d}.png": content
+        for kind in ("two", "three")
+        for i, content in enumerate(list(images.values()) * 9)
+    }
+    return write_files(tmp_path_factory.mktemp("source"), images | more)
+
+
+def arguments(source: Path, out: Path) -> list[str]:
+    given = ("--source", source, "--split", "train", "--shard-samples", 10, "--workers", 2)
+    return [str(argument) for argument in (*given, "--out", out)]
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(source, tmp_path):
+    """Ten kills at random moments, of three conversions and of their resumptions: in the end every
+    file has the bytes of a run that nobody disturbed."""
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+
+        def run(out: Path, delay: float | None = None) -> int:
+            line = "\t".join(["" if delay is None else str(delay), *arguments(source, out)])
+            server.stdin.write(line + "\n")
+            server.stdin.flush()
+            return int(server.stdout.readline())
+
+        assert server.stdout.readline() == "ready\n"
+        begun = time.monotonic()
+        assert run(tmp_path / "clean") == 0
+        seconds = time.monotonic() - begun
+        moments, killed = random.Random(0), 0
+        for attempt in range(KILLS):
+            out = tmp_path / f"killed{attempt // 4}"
+            killed += run(out, moments.uniform(0, 0.6 * seconds)) == -signal.SIGKILL
+        assert killed >= KILLS // 2  # a resumption may come to its end before
+        clean = contents(tmp_path / "clean")
+        for out in sorted(tmp_path.glob("killed*")):
+            assert run(out) == 0
+            assert contents(out) == clean
+        server.stdin.close()
+        assert server.wait() == 0
+
+
+FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+def converted_in_child(source: Path, out: Path, deadly: int) -> int:
+    """The status of a process that kills itself before its file operation number `deadly`."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        left = iter(range(deadly))
+
+        def hook(event: str, values: tuple) -> None:
+            ours = event in ("os.remove", "os.rmdir") or str(values[:1]).find(str(out)) >= 0
+            if event in FILE_EVENTS and ours and next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        run_command(imagenet.main, *arguments(source, out)[:-2], "--workers", 0, "--out", out)
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.slow
+def test_killed_before_every_file_operation(tmp_path):
+    """Of a small conversion in one process; each time the same command ends with the same bytes."""
+    images = {f"one/{i}.png": encoded(noise(8, 8, seed=i)) for i in range(25)}
+    source = write_files(tmp_path / "source", images)
+    assert converted_in_child(source, tmp_path / "clean", 10**6) == 0
+    clean = contents(tmp_path / "clean")
+    assert len([name for name in clean if name.endswith(".tar")]) == 3
+    for deadly in range(10**6):
+        out = tmp_path / f"killed{deadly}"
+        status = converted_in_child(source, out, deadly)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        succeeds(imagenet.main, *arguments(source, out)[:-2], "--workers", 0, "--out", out)
+        assert contents(out) == clean, deadly
+    assert deadly > 20 and contents(out) == clean
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_parent(source, tmp_path):
+    """The command by its name; after its death no process of it is left, nor anything written."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "data_prep.imagenet", *arguments(source, out)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as parent:
+        while not list(out.glob("train-*.tar*")):
+            time.sleep(0.01)
+        children = children_of(parent.pid)
+        parent.send_signal(signal.SIGKILL)
+    assert len(children) == 2
+    deadline = time.monotonic() + 5
+    while any(is_running(child) for child in children):
+        assert time.monotonic() < deadline, "a worker has outlived its parent"
+        time.sleep(0.02)
+    before = contents(out)
+    time.sleep(0.3)
+    assert contents(out) == before and not (out / "train.index.json").exists()
+
+
+class Deadly:
+    """A collection of which one image kills the worker that loads it, as want of memory does."""
+
+    classes = ["one"]
+
+    def __init__(self, healthy: bool) -> None:
+        self.healthy, self.parent = healthy, os.getpid()
+
+    def __len__(self) -> int:
+        return 40
+
+    def label(self, i: int) -> int:
+        return 0
+
+    def name(self, i: int) -> str:
+        return f"{i}.png"
+
+    def load(self, i: int) -> np.ndarray:
+        if i == 17 and not self.healthy and os.getpid() != self.parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return noise(4, 4, seed=i)
+
+    def fingerprint(self) -> str:
+        return "the same"
+
+    def estimated_bytes(self, i: int) -> int:
+        return 80
+
+
+def test_a_worker_that_is_killed(tmp_path):
+    """The command fails rather than waits, with a hint; and goes on when there is more memory."""
+    options = ConversionOptions("test", tmp_path, shard_samples=4, workers=2)
+    with pytest.raises(RunFailed, match="a worker process was killed.*fewer --workers"):
+        run_conversion(Deadly(healthy=False), "train", {}, options)
+    assert not (tmp_path / "train.index.json").exists()
+    run_conversion(Deadly(healthy=True), "train", {}, options)
+    assert len(samples_of(tmp_path, "train")) == 40
+
+
+def children_of(process: int) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_interrupted_by_the_user(source, tmp_path):
+    """Ctrl-C reaches all processes: one line, code 130, no traceback; the same command goes on."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "data_prep.imagenet", *arguments(source, out)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        while not list(out.glob("train.journal/0*.json")):
+            time.sleep(0.01)
+        os.killpg(parent.pid, signal.SIGINT)
+        _, err = parent.communicate(timeout=20)
+    assert (parent.returncode, err) == (130, b"interrupted\n")
+    assert not list(out.glob("*.partial"))
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0 and "goes on, " in again.stdout
