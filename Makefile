@@ -4,10 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+# FFCV is compiled against these libraries; where they are not, everything but FFCV works.
+FFCV_NEEDS := libopencv-dev libturbojpeg0-dev pkg-config
+FFCV_STAMP := $(if $(shell pkg-config --exists opencv4 libturbojpeg 2>/dev/null && echo yes),$(VENV)/.installed-ffcv)
 
 .PHONY: env demo test check lint bench clean
 
-env: $(STAMP)
+env: $(STAMP) $(FFCV_STAMP)
+	@test -n "$(FFCV_STAMP)" || echo "without FFCV, whose tests skip: apt-get install $(FFCV_NEEDS)"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -17,11 +21,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(VENV)/.installed-ffcv: $(STAMP)
+	@echo "installing FFCV; half a minute"
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ffcv]'; \
+		then touch $@; else echo "without FFCV, whose tests skip: it could not be compiled, see above"; fi
+
 $(BENCH_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@
 
-demo: env
+demo: $(STAMP)
 	$(BIN)/python -m lipnext_scale.train --config configs/digits.yaml
 	$(BIN)/python -m lipnext_scale.certify --run runs/digits
 
