@@ -10,7 +10,7 @@ from lipnext_scale.certify.radius import nominal_radii
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data import Batch, DataSets, StreamLoader
 from lipnext_scale.data.bad_samples import BadSamples
-from lipnext_scale.data.loader import lost_a_worker
+from lipnext_scale.data.workers import lost_a_worker
 from lipnext_scale.data_check import require_same_samples, require_whole_shards
 from lipnext_scale.errors import RunFailed, Stopped, UserError
 from lipnext_scale.losses import class_distances, compute_loss, training_radius

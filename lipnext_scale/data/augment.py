@@ -98,25 +98,25 @@ def augment(
     image: np.ndarray, config: AugmentConfig, chances: Chances, index: int, out: np.ndarray
 ) -> None:
     """Write the augmented image into out [size, size, C]."""
-    if config.resize[1]:
+    size = out.shape[0]
+    if config.resize[1] and chances.rand_augment[index]:
         image = resize_short_side(image, chances.short_side[index])
-        image = _maybe_rand_augment(image, config, chances, index)
-        image = _crop_at(image, out.shape[0], chances, index)
+        image = _rand_augment(image, config, chances, index)
+        _flip_into(_crop_at(image, size, size, chances, index), chances.flip[index], out)
+    elif config.resize[1]:
+        _crop_and_resize(image, chances, index, out)
+    else:
+        require_size(image, size)
+        if config.crop_padding:
+            image = _padded_crop(image, config.crop_padding, chances, index)
         _flip_into(image, chances.flip[index], out)
-        return
-    require_size(image, out.shape[0])
-    if config.crop_padding:
-        image = _padded_crop(image, config.crop_padding, chances, index)
-    _flip_into(image, chances.flip[index], out)
-    if chances.rand_augment[index]:
-        out[...] = _maybe_rand_augment(out, config, chances, index)
+        if chances.rand_augment[index]:
+            out[...] = _rand_augment(out, config, chances, index)
 
 
-def _maybe_rand_augment(
+def _rand_augment(
     image: np.ndarray, config: AugmentConfig, chances: Chances, index: int
 ) -> np.ndarray:
-    if not chances.rand_augment[index]:
-        return image
     return rand_augment(
         image,
         chances.operations[index],
@@ -156,10 +156,28 @@ def require_size(image: np.ndarray, size: int) -> None:
         raise BadSample(f"is {channels}×{height}×{width}, and the model takes {size}×{size}")
 
 
-def _crop_at(image: np.ndarray, size: int, chances: Chances, index: int) -> np.ndarray:
-    top = number_below(chances.top[index], image.shape[0] - size + 1)
-    left = number_below(chances.left[index], image.shape[1] - size + 1)
-    return image[top : top + size, left : left + size]
+def _crop_at(
+    image: np.ndarray, height: int, width: int, chances: Chances, index: int
+) -> np.ndarray:
+    top = number_below(chances.top[index], image.shape[0] - height + 1)
+    left = number_below(chances.left[index], image.shape[1] - width + 1)
+    return image[top : top + height, left : left + width]
+
+
+def _crop_and_resize(image: np.ndarray, chances: Chances, index: int, out: np.ndarray) -> None:
+    """Resize and crop, the other way round: only what is kept is resized, straight into its place.
+
+    The same but for rounding to whole pixels of the image instead of the resized one.
+    """
+    size = out.shape[0]
+    side = max(1, round(min(image.shape[:2]) * size / chances.short_side[index]))
+    part = _crop_at(image, side, side, chances, index)
+    how = cv2.INTER_AREA if size < 0.5 * side else cv2.INTER_LINEAR
+    if chances.flip[index]:
+        resized = cv2.resize(part, (size, size), interpolation=how)
+        cv2.flip(resized, 1, dst=out)
+    else:
+        cv2.resize(part, (size, size), dst=out, interpolation=how)
 
 
 def _padded_crop(image: np.ndarray, padding: int, chances: Chances, index: int) -> np.ndarray:

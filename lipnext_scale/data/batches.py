@@ -6,19 +6,22 @@ Runs in the rank's own process or in its workers, with the same outcome.
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from lipnext_scale.data.source import BadReport, Source, Stages
 
 
 @dataclass
 class MadeBatch:
-    """Everything of a batch but its images."""
+    """A batch; its images lie in a buffer, or are here if there was none."""
 
     step: int
     labels: np.ndarray
     ids: np.ndarray
     bad: list[BadReport] = field(default_factory=list)
     stages: Stages = field(default_factory=Stages)
+    buffer: int | None = None
+    images: Tensor | None = None
 
 
 class BatchMaker:

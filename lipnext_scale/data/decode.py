@@ -21,6 +21,21 @@ _PNG_START = b"\x89PNG\r\n\x1a\n"
 _PNG_GREY, _PNG_DEEP = 0, 16
 
 
+class Scratch:
+    """Memory that JPEGs are decoded into again and again: fresh memory costs 5 % of the decoding.
+
+    An image in it lasts until the next one is decoded.
+    """
+
+    def __init__(self) -> None:
+        self._pixels = np.empty(0, dtype=np.uint8)
+
+    def of_size(self, size: int) -> np.ndarray:
+        if len(self._pixels) < size:
+            self._pixels = np.empty(size, dtype=np.uint8)
+        return self._pixels
+
+
 class BadSample(Exception):
     """A sample that cannot be used, and why."""
 
@@ -40,15 +55,19 @@ def decode(
     channels: int,
     shape: tuple[int, int, int] = (0, 0, 0),
     at_least: int = 0,
+    scratch: Scratch | None = None,
 ) -> np.ndarray:
     """Pixels [H, W, channels]; greyscale becomes RGB where 3 channels are wanted.
 
     shape: that of raw pixels. at_least: a JPEG whose sides are twice that or more may come out
     smaller, but not below; libjpeg-turbo then decodes a half, a quarter or an eighth of each side.
+    scratch: where the image may lie.
     """
     if kind == RAW:
         return _raw(encoded, channels, shape)
-    return (_png if _is_png(encoded) else _jpeg)(encoded, channels, at_least)
+    if _is_png(encoded):
+        return _png(encoded, channels)
+    return _jpeg(encoded, channels, at_least, scratch)
 
 
 def _is_png(encoded: bytes) -> bool:
@@ -78,7 +97,7 @@ def _jpeg_header(encoded: bytes) -> tuple[int, int, str]:
     return height, width, colours
 
 
-def _jpeg(encoded: bytes, channels: int, at_least: int) -> np.ndarray:
+def _jpeg(encoded: bytes, channels: int, at_least: int, scratch: Scratch | None) -> np.ndarray:
     height, width, colours = _jpeg_header(encoded)
     if channels == 1 and colours != "Gray":
         raise _in_colour()
@@ -90,7 +109,8 @@ def _jpeg(encoded: bytes, channels: int, at_least: int) -> np.ndarray:
             return simplejpeg.decode_jpeg(
                 encoded, wanted, min_height=at_least, min_width=at_least, min_factor=2
             )
-        return simplejpeg.decode_jpeg(encoded, wanted)
+        buffer = scratch.of_size(height * width * channels) if scratch is not None else None
+        return simplejpeg.decode_jpeg(encoded, wanted, buffer=buffer)
     except (ValueError, OSError, SyntaxError) as error:
         raise BadSample(f"is a damaged JPEG: {error}") from None
 
@@ -104,7 +124,7 @@ def _png_header(encoded: bytes) -> tuple[int, int, int, int]:
     return height, width, bits, colours
 
 
-def _png(encoded: bytes, channels: int, at_least: int) -> np.ndarray:
+def _png(encoded: bytes, channels: int) -> np.ndarray:
     _, _, bits, colours = _png_header(encoded)
     if bits == _PNG_DEEP:
         raise BadSample("its pixels have more than 8 bits")

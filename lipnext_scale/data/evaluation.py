@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 from lipnext_scale.data.augment import centre_crop, require_size, resize_short_side
 from lipnext_scale.data.catalog import Catalog
 from lipnext_scale.data.decode import BadSample
-from lipnext_scale.data.loader import made_by_workers
 from lipnext_scale.data.store import SampleStore
+from lipnext_scale.data.workers import made_by_workers
 from lipnext_scale.errors import UserError
 
 BATCH = 256

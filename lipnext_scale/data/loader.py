@@ -4,29 +4,24 @@ A loader's state is its place in each source, that of the batch last handed out:
 made ahead does not count. Any number of ranks and workers continues from it with the same samples.
 
 Workers are processes of torch's DataLoader. A worker makes whole batches, in turn with the others,
-and writes the images into a ring of buffers that it shares with the rank, so that no image travels
-through a pipe; the rank copies a batch out of the ring when it hands it out.
+and writes the images into buffers that it shares with the rank, so that no image is sent or copied.
 """
 
-import signal
-from collections.abc import Iterable, Iterator
-from ctypes import CDLL, c_int, c_ulong
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import cv2
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data.batches import BatchMaker, MadeBatch
+from lipnext_scale.data.buffers import BatchBuffers
 from lipnext_scale.data.loading_stats import LoadingStats
 from lipnext_scale.data.source import Source
+from lipnext_scale.data.workers import made_by_workers
 from lipnext_scale.errors import RunFailed
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -79,17 +74,17 @@ class StreamLoader:
         return self._maker.sources[0].order.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        ring = BufferRing(self._maker, self._workers * self._prefetch + 1)
-        batches = made_by_workers(ring, _StepsFrom(self._step), self._workers, self._prefetch)
+        buffers = BatchBuffers(self._maker, self._workers * self._prefetch)
+        requests = buffers.requests(self._step)
+        batches = made_by_workers(buffers, requests, self._workers, self._prefetch)
         try:
             while True:
                 with self.stats.waiting():
-                    made: MadeBatch = next(batches)
-                    images = ring.take(made.step, self._pin_memory)
+                    made = next(batches)
                 require_usable(made)
-                self.stats.note(made, ring.ready_after(made.step))
+                self.stats.note(made, buffers.ready_after(made.step))
                 self._step = made.step + 1
-                yield self._batch(made, images)
+                yield self._batch(made, buffers.take(made, self._pin_memory))
         finally:
             del batches  # ends the workers
 
@@ -132,86 +127,3 @@ def require_usable(made: MadeBatch) -> None:
                 f"{bad.source}: {bad.name} {bad.reason}; data.on_bad_sample=substitute goes on "
                 "without such samples, python -m data_prep.verify --decode finds them all"
             )
-
-
-class _StepsFrom:
-    """Steps without end; torch takes any iterable as a sampler."""
-
-    def __init__(self, first: int) -> None:
-        self._first = first
-
-    def __iter__(self) -> Iterator[int]:
-        step = self._first
-        while True:
-            yield step
-            step += 1
-
-
-class BufferRing(Dataset[MadeBatch]):
-    """As many buffers as batches can be under way, and one more for the batch being taken.
-
-    Step s lies in buffer s modulo their number. torch asks for a new batch, `workers · prefetch`
-    steps ahead, just before it hands one out: with one buffer more, that one's is not written to.
-    """
-
-    def __init__(self, maker: BatchMaker, buffers: int) -> None:
-        self._maker = maker
-        self._images = torch.empty((buffers, *maker.shape), dtype=torch.uint8)
-        # The step that each buffer holds, plus one; 0: nothing yet.
-        self._ready = torch.zeros(buffers, dtype=torch.int64)
-        if buffers > 1:
-            self._images.share_memory_()
-            self._ready.share_memory_()
-
-    def __getitem__(self, step: int) -> MadeBatch:
-        worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        buffer = step % len(self._images)
-        made = self._maker.make(step, self._images[buffer].numpy(), number, workers)
-        self._ready[buffer] = step + 1
-        return made
-
-    def take(self, step: int, pin_memory: bool = False) -> Tensor:
-        """The images of a step as a tensor of their own, [B, C, H, W] with channels last."""
-        held = self._images[step % len(self._images)]
-        images = torch.empty(held.shape, dtype=torch.uint8, pin_memory=pin_memory)
-        return images.copy_(held).permute(0, 3, 1, 2)
-
-    def ready_after(self, step: int) -> int:
-        """How many later batches are finished and wait."""
-        return int((self._ready > step + 1).sum())
-
-
-def made_by_workers(
-    dataset: Dataset[Made], order: Iterable[int], workers: int, prefetch: int = 2
-) -> Iterator[Made]:
-    """dataset[i] for every i in turn, made by worker processes, or here if there are none."""
-    return iter(
-        DataLoader(
-            dataset,
-            sampler=order,
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=prefetch if workers else None,
-            worker_init_fn=start_worker,
-            # The quickest start, and scripts need no `if __name__ == "__main__"`. Workers touch
-            # neither the GPU nor other processes.
-            multiprocessing_context="fork" if workers else None,
-            # It draws a seed, which nothing here uses, and must not draw it from the run's own.
-            generator=torch.Generator(),
-        )
-    )
-
-
-def start_worker(_number: int) -> None:
-    """A worker leaves signals to its rank, which stops at a safe moment, and ends when it does."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    CDLL(None).prctl(c_int(set_parent_death_signal), c_ulong(signal.SIGKILL))
-    cv2.setNumThreads(0)
-
-
-def lost_a_worker(error: RuntimeError) -> bool:
-    """Whether torch says that a worker has died; it may say so at any moment, in any call."""
-    return "DataLoader worker" in str(error)

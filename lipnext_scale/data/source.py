@@ -8,7 +8,7 @@ import numpy as np
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data.augment import AugmentConfig, Chances, augment, draw_chances
 from lipnext_scale.data.catalog import Catalog
-from lipnext_scale.data.decode import BadSample
+from lipnext_scale.data.decode import BadSample, Scratch
 from lipnext_scale.data.order import Order, OrderConfig, choose_block
 from lipnext_scale.data.randomness import below, sample_bits
 from lipnext_scale.data.store import SampleStore
@@ -67,6 +67,7 @@ class Source:
     def __init__(self, catalog: Catalog, options: SourceOptions) -> None:
         self.catalog, self.options = catalog, options
         self.store = SampleStore(catalog)
+        self._scratch = Scratch()
         if len(catalog) < options.batch_size:
             raise ConfigError(
                 "data.batch_size",
@@ -112,7 +113,8 @@ class Source:
         options, began = self.options, perf_counter()
         encoded, record = self.store.read(sample)
         read = perf_counter()
-        image = self.store.decode(encoded, record, options.channels, options.augment.resize[1])
+        at_least = options.augment.resize[1]
+        image = self.store.decode(encoded, record, options.channels, at_least, self._scratch)
         decoded = perf_counter()
         augment(image, options.augment, chances, index, out)
         stages.read += read - began

@@ -6,7 +6,7 @@ from collections import OrderedDict
 import numpy as np
 
 from lipnext_scale.data.catalog import Catalog, Shard
-from lipnext_scale.data.decode import BadSample, channels_of, decode
+from lipnext_scale.data.decode import BadSample, Scratch, channels_of, decode
 from lipnext_scale.data.index import Record
 from lipnext_scale.data.tar_scan import sample_key
 
@@ -37,10 +37,15 @@ class SampleStore:
         return encoded, record
 
     def decode(
-        self, encoded: bytes, record: Record, channels: int, at_least: int = 0
+        self,
+        encoded: bytes,
+        record: Record,
+        channels: int,
+        at_least: int = 0,
+        scratch: Scratch | None = None,
     ) -> np.ndarray:
         shape = (record.height, record.width, record.channels)
-        return decode(encoded, record.kind, channels, shape, at_least)
+        return decode(encoded, record.kind, channels, shape, at_least, scratch)
 
     def channels(self, sample: int) -> int:
         """1 for greyscale, 3 for colour, as stored."""

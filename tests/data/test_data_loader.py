@@ -77,12 +77,32 @@ def test_an_epoch_that_does_not_fill_its_batches(shards):
     assert {int(i) for b in batches for i in b.ids} == set(range(64))
 
 
-def test_a_batch_is_its_own(shards):
-    """What is done to a batch reaches neither the next one nor the loader's buffers."""
-    expected = list(islice(make_loader(shards, 8), 4))
-    for batch, same in zip(islice(make_loader(shards, 8), 4), expected, strict=True):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_is_its_own(shards, workers):
+    """What is done to a batch does not reach the next ones, which may have its memory."""
+    expected = list(islice(make_loader(shards, 8), 20))
+    for batch, same in zip(make_loader(shards, 8, workers=workers), expected, strict=False):
         assert_same_batch(batch, same)
         batch.images.fill_(0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_kept_batches_keep_their_pixels(shards, workers):
+    """Also more of them than there are buffers, and if only a view of the images is kept."""
+    expected = [batch.images.clone() for batch in islice(make_loader(shards, 8), 20)]
+    batches = iter(make_loader(shards, 8, workers=workers))
+    kept = [next(batches).images for _ in range(14)]
+    kept = [images[:, :2].flatten(2) for images in kept]
+    kept += [next(batches).images[:, :2].flatten(2) for _ in range(6)]
+    for images, same in zip(kept, expected, strict=True):
+        assert torch.equal(images, same[:, :2].flatten(2))
+    del batches
+
+
+def test_buffers_are_used_again(shards):
+    """A loop that keeps nothing goes round in the memory of a few batches."""
+    places = {batch.images.data_ptr() for batch in islice(make_loader(shards, 8, workers=2), 40)}
+    assert len(places) <= 2 * 2 + 3
 
 
 # --- ranks and workers ------------------------------------------------------------------------

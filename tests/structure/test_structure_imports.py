@@ -23,7 +23,7 @@ ALLOWED = {
     "models": {"manifold", "config", "errors"},
     "losses": {"config"},
     "progress": set(),
-    "data": {"config", "errors", "files"},
+    "data": {"config", "errors", "files", "cpu"},
     "files": set(),
     "agreement": {"errors"},
     "checkpoint": {"errors", "files", "agreement"},

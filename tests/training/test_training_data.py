@@ -209,6 +209,23 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(sets, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("end", ["raise SystemExit(3)", "raise ValueError", "pass"])
+def test_an_error_of_the_users_own_script_does_not_hang(sets, end):
+    """Workers ignore SIGTERM; a script that ends with a loader in its hands ends all the same."""
+    shards = sets[0].partition("=")[2]
+    script = (
+        "from lipnext_scale.data import DataConfig, DataSets\n"
+        f"config = DataConfig({shards!r}, {shards!r}, batch_size=4, workers=2)\n"
+        "batches = iter(DataSets(config, 8, 3, 7).training_loader(seed=0))\n"
+        f"next(batches)\n{end}\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    assert done.returncode == {"raise SystemExit(3)": 3, "raise ValueError": 1, "pass": 0}[end]
+    assert done.stderr.count("Traceback") == (done.returncode == 1), done.stderr
+
+
+@pytest.mark.slow
 def test_workers_of_a_killed_run_end_with_it(sets, tmp_path):
     """kill -9 of the run itself: its workers, which nobody tells, end at once."""
     process = start_command(sets, tmp_path / "run")
