@@ -51,6 +51,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.manifold_step
 	$(BIN)/python -m benchmarks.block
 	$(BIN)/python -m benchmarks.sharded_step
+	$(BIN)/python -m benchmarks.data
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

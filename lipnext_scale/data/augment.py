@@ -83,14 +83,16 @@ def draw_chances(config: AugmentConfig, seed: int, epoch: int, ids: np.ndarray) 
         return sample_bits(seed, epoch, ids, stream)
 
     low, high = config.resize
-    flip = (bits(_FLIP) >> np.uint64(63)).astype(bool) & config.flip
-    return Chances(
-        short_side=(low + below(bits(_RESIZE), high - low + 1)).tolist(),
-        top=bits(_TOP).tolist(),
-        left=bits(_LEFT).tolist(),
-        flip=flip.tolist(),
-        rand_augment=(uniform(bits(_WHETHER)) < config.rand_augment).tolist(),
-        operations=bits(_OPERATIONS).tolist(),
+    never, crops = [False] * len(ids), bool(high or config.crop_padding)
+    flip = (bits(_FLIP) >> np.uint64(63)).astype(bool).tolist() if config.flip else never
+    share = config.rand_augment
+    return Chances(  # what the configuration has no use for is not drawn
+        short_side=(low + below(bits(_RESIZE), high - low + 1)).tolist() if high else [],
+        top=bits(_TOP).tolist() if crops else [],
+        left=bits(_LEFT).tolist() if crops else [],
+        flip=flip,
+        rand_augment=(uniform(bits(_WHETHER)) < share).tolist() if share else never,
+        operations=bits(_OPERATIONS).tolist() if share else [],
     )
 
 

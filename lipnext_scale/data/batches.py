@@ -71,11 +71,8 @@ class BatchMaker:
             self._look_ahead(number, step, worker, workers)
             where = np.flatnonzero(self._mine == number)
             ids = made.ids[where] - self._numbers[number]
-            # One source alone fills its rows in place; of several each has rows of its own.
-            rows = out if len(where) == len(out) else np.empty((len(where), *out.shape[1:]), "u1")
-            labels, bad = source.fill(source.place_of(step)[0], ids, rows, made.stages)
-            if rows is not out:
-                out[where] = rows
+            epoch = source.place_of(step)[0]
+            labels, bad = source.fill(epoch, ids, out, where.tolist(), made.stages)
             made.labels[where] = labels
             made.bad += bad
         return made

@@ -89,18 +89,22 @@ class Source:
         return divmod(step, self.order.steps_per_epoch)
 
     def fill(
-        self, epoch: int, ids: np.ndarray, out: np.ndarray, stages: Stages
+        self, epoch: int, ids: np.ndarray, out: np.ndarray, places: list[int], stages: Stages
     ) -> tuple[np.ndarray, list[BadReport]]:
-        """Write the images of the samples into out; their labels, and what could not be used."""
+        """Write the images of the samples into the places of out; their labels, and what was bad.
+
+        A bad sample is replaced if the options say so.
+        """
         options = self.options
         bad: list[BadReport] = []
         chances = draw_chances(options.augment, options.seed, epoch, ids)
         labels = np.empty(len(ids), dtype=np.int64)
         for index, sample in enumerate(ids.tolist()):
             try:
-                labels[index] = self._make(sample, chances, index, out[index], stages)
+                labels[index] = self._make(sample, chances, index, out[places[index]], stages)
             except BadSample as reason:
-                label = self._substitute(epoch, sample, chances, index, out[index], bad, stages)
+                place = out[places[index]]
+                label = self._substitute(epoch, sample, chances, index, place, bad, stages)
                 bad.append(self._report(sample, reason, replaced=label is not None))
                 labels[index] = label or 0
         stages.images += len(ids)
