@@ -27,7 +27,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from data_prep.checking.shard_checks import class_counts, file_sha256
+from data_prep.checking.shard_checks import class_counts
 from lipnext_scale import __version__
 from lipnext_scale.data.beton import beton_records, require_ffcv
 from lipnext_scale.data.catalog import open_catalog
@@ -42,7 +42,7 @@ from lipnext_scale.data.index import (
 )
 from lipnext_scale.data.store import SampleStore
 from lipnext_scale.errors import ArgumentParser, RunFailed, UserError, command
-from lipnext_scale.files import atomic_file
+from lipnext_scale.files import atomic_file, file_sha256
 from lipnext_scale.progress import Progress
 
 MODES = ("raw", "jpg", "smart", "proportion")

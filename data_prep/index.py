@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import simplejpeg
 
-from data_prep.checking.shard_checks import class_counts, file_sha256
+from data_prep.checking.shard_checks import class_counts
 from data_prep.checking.shard_sets import (
     LOG_SECONDS,
     ShardSet,
@@ -28,6 +28,7 @@ from lipnext_scale.data.index import KINDS, Record, ShardEntry, index_paths, set
 from lipnext_scale.data.shards import resolve_shards
 from lipnext_scale.data.tar_scan import sample_key, scan_tar
 from lipnext_scale.errors import ArgumentParser, UserError, command
+from lipnext_scale.files import file_sha256
 from lipnext_scale.progress import Progress
 
 LONGEST_SIDE = 2**16 - 1  # what RECORD can say

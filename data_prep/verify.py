@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_prep.checking.shard_checks import ShardReport, ShardTask, check_shard, file_sha256
+from data_prep.checking.shard_checks import ShardReport, ShardTask, check_shard
 from data_prep.checking.shard_sets import (
     LOG_SECONDS,
     ShardSet,
@@ -22,6 +22,7 @@ from data_prep.checking.shard_sets import (
 )
 from lipnext_scale.data.index import SetIndex, index_paths, map_records, read_index, set_name
 from lipnext_scale.errors import ArgumentParser, RunFailed, UserError, command
+from lipnext_scale.files import file_sha256
 from lipnext_scale.progress import Progress
 
 

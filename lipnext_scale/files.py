@@ -1,12 +1,24 @@
 """Writing files so that nobody ever reads half of one."""
 
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"
+_CHUNK = 1 << 22
+
+
+def file_sha256(path: str | Path, advance: Callable[[int], None] = lambda _bytes: None) -> str:
+    """The sha256 of a file; `advance` hears of every part that was read."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()
 
 
 @contextmanager

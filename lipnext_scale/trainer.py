@@ -190,7 +190,7 @@ class Trainer:
                 if metrics is not None:
                     metrics.write(self.step, scores)
                 progress.say("  " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items()))
-            self._save_or_stop(done)
+            self._save_or_stop(done, progress)
             if done:
                 return
 
@@ -208,12 +208,13 @@ class Trainer:
         # The first steps of a process also make buffers and, with DDP, settle their order.
         return bool(every) and (done == 2 or (self.step + 1) % every == 0)
 
-    def _save_or_stop(self, done: bool) -> None:
+    def _save_or_stop(self, done: bool, progress: Progress) -> None:
         run, signal = self.recipe.run, self.stop_signal
         regular = run.checkpoint_every and self.step % run.checkpoint_every == 0
         if done or regular or signal:
             self.save()
         if signal and not done:
+            self._tell_bad_samples({}, progress)
             self.state.wait()
             told_by = f"{signal.name} at step {self.step}: saved"
             raise Stopped(signal, f"{told_by}; the same command continues {run.dir}")

@@ -1,6 +1,5 @@
 """What can be wrong with one shard, told fault by fault."""
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -14,10 +13,10 @@ from lipnext_scale.data.decode import BadSample, channels_of, decode
 from lipnext_scale.data.index import Record, ShardEntry, map_records
 from lipnext_scale.data.tar_scan import sample_key, scan_tar
 from lipnext_scale.errors import UserError
+from lipnext_scale.files import file_sha256
 
 # Faults of single samples that are told by name; the rest of a ruined shard is counted.
 MOST_NAMED = 20
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -166,11 +165,3 @@ def class_counts(records: np.ndarray) -> Counter[str]:
     """How many samples each class has, as an index tells it."""
     labels, counts = np.unique(records["label"], return_counts=True)
     return Counter({str(label): int(count) for label, count in zip(labels, counts, strict=True)})
-
-
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -11,8 +11,11 @@ import cv2
 import numpy as np
 
 from lipnext_scale.data import StreamLoader
+from lipnext_scale.data.decode import BadSample
+from lipnext_scale.data.index import Record
 from lipnext_scale.data.source import Source
 from lipnext_scale.data.workers import start_worker
+from lipnext_scale.errors import RunFailed, UserError
 
 _HELD = 512  # encoded images that bare decoding goes through again and again
 
@@ -39,10 +42,8 @@ def bare_rate(source: Source, processes: int, seconds: float) -> float:
     Into an array of a batch, but no reading, no chance, no order, nothing told to anybody.
     """
     count = min(_HELD, len(source.catalog))
-    held = [
-        source.store.read(i) for i in range(0, len(source.catalog), len(source.catalog) // count)
-    ]
-    options = source.options
+    chosen = range(0, len(source.catalog), len(source.catalog) // count)
+    held, options = decodable(source, chosen), source.options
     low, high = options.augment.resize
 
     def decode_one(number: int) -> None:
@@ -58,6 +59,21 @@ def bare_rate(source: Source, processes: int, seconds: float) -> float:
     return rate_in_processes(decode_one, processes, seconds)
 
 
+def decodable(source: Source, samples: range) -> list[tuple[bytes, Record]]:
+    """Those of the samples, encoded, that are not bad; there must be one."""
+    held, reason = [], ""
+    for sample in samples:
+        try:
+            encoded, record = source.store.read(sample)
+            source.store.decode(encoded, record, source.options.channels)
+            held.append((encoded, record))
+        except BadSample as bad:
+            reason = f"{source.catalog.key}: {source.store.name(sample)} {bad}"
+    if not held:
+        raise UserError(reason)
+    return held
+
+
 def rate_in_processes(work: Callable[[int], object], processes: int, seconds: float) -> float:
     """How often work(number) is done in a second by forked processes together."""
     context = multiprocessing.get_context("fork")
@@ -70,7 +86,8 @@ def rate_in_processes(work: Callable[[int], object], processes: int, seconds: fl
         worker.start()
     for worker in workers:
         worker.join()
-    assert all(worker.exitcode == 0 for worker in workers)
+    if any(worker.exitcode for worker in workers):
+        raise RunFailed("a measuring process has ended early")
     return done.value / seconds
 
 
@@ -86,7 +103,7 @@ def _work(
     for _ in range(20):
         work(number)
         number += 1
-    barrier.wait()
+    barrier.wait(timeout=60)  # a process that failed never comes
     end, images = time.perf_counter() + seconds, 0
     while time.perf_counter() < end:
         work(number)

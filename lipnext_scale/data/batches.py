@@ -6,7 +6,6 @@ Runs in the rank's own process or in its workers, with the same outcome.
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from lipnext_scale.data.source import BadReport, Source, Stages
 
@@ -21,7 +20,7 @@ class MadeBatch:
     bad: list[BadReport] = field(default_factory=list)
     stages: Stages = field(default_factory=Stages)
     buffer: int | None = None
-    images: Tensor | None = None
+    images: np.ndarray | None = None
 
 
 class BatchMaker:

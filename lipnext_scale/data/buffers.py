@@ -7,6 +7,8 @@ every view of it, is gone; whoever keeps batches costs memory and gets no wrong 
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from math import prod
+from mmap import mmap
 
 import numpy as np
 import torch
@@ -16,7 +18,8 @@ from torch.utils.data import Dataset, get_worker_info
 from lipnext_scale.data.batches import BatchMaker, MadeBatch
 
 Request = tuple[int, int | None]  # a step, and the buffer for its images if one is free
-# Beside those under way: the batch that is trained on, and the one that is handed out.
+# Beside those under way: the batch that is trained on, the next one that is handed out meanwhile,
+# and one to spare.
 HANDED_OUT = 3
 
 
@@ -26,13 +29,12 @@ class BatchBuffers(Dataset[MadeBatch]):
     def __init__(self, maker: BatchMaker, under_way: int) -> None:
         self._maker = maker
         buffers = under_way + HANDED_OUT
-        images = torch.empty((buffers, *maker.shape), dtype=torch.uint8)
+        # Forked processes share it. It has no name that could outlive them, and is not counted
+        # against /dev/shm, of which a container has little.
+        memory = mmap(-1, buffers * prod(maker.shape))
+        self._images = np.frombuffer(memory, dtype=np.uint8).reshape(buffers, *maker.shape)
         # The step that each buffer holds, plus one; 0: nothing yet.
-        ready = torch.zeros(buffers, dtype=torch.int64)
-        if under_way:  # memory without a name, which cannot outlive the processes
-            images.share_memory_()
-            ready.share_memory_()
-        self._images, self._ready = images.numpy(), ready.numpy()
+        self._ready = np.frombuffer(mmap(-1, 8 * buffers), dtype=np.int64)
         self._free = deque(range(buffers))
 
     def requests(self, first: int) -> Iterator[Request]:
@@ -49,7 +51,7 @@ class BatchBuffers(Dataset[MadeBatch]):
         images = np.empty(self._maker.shape, np.uint8) if buffer is None else self._images[buffer]
         made = self._maker.make(step, images, number, workers)
         if buffer is None:
-            made.images = torch.from_numpy(images)
+            made.images = images
         else:
             made.buffer = buffer
             self._ready[buffer] = step + 1
@@ -59,12 +61,12 @@ class BatchBuffers(Dataset[MadeBatch]):
         """The images of a batch, [B, C, H, W] with channels last."""
         if made.buffer is None:
             assert made.images is not None
-            images = made.images
+            held = made.images
         else:
             held = self._images[made.buffer]
             # torch keeps this very array for as long as any tensor shares its memory.
             weakref.finalize(held, self._free.append, made.buffer).atexit = False
-            images = torch.from_numpy(held)
+        images = torch.from_numpy(held)
         if pin_memory:
             images = torch.empty(images.shape, dtype=torch.uint8, pin_memory=True).copy_(images)
         return images.permute(0, 3, 1, 2)

@@ -6,7 +6,9 @@ import os
 import weakref
 import zlib
 from bisect import bisect_right
+from collections.abc import Set
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,9 +17,10 @@ import numpy as np
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data.beton import beton_records
 from lipnext_scale.data.index import Record, index_paths, map_records, read_index, set_name
-from lipnext_scale.data.shards import default_cache, is_remote, resolve_shards, stage
+from lipnext_scale.data.shards import is_remote, resolve_shards, stage, wildcards
 from lipnext_scale.data.tar_scan import scan_tar
 from lipnext_scale.errors import UserError
+from lipnext_scale.files import file_sha256
 
 _MEMORY = "/proc/self/fd/"
 _SAMPLED = 256  # contents that the fingerprint of shards without an index looks at
@@ -69,14 +72,14 @@ class Catalog:
         return min(int(x.min()) for x in labels), max(int(x.max()) for x in labels)
 
     def fingerprint(self) -> str:
-        """What makes the set what it is: of an indexed shard its sha256, of others records and a
+        """What makes the set what it is: records, and of an indexed shard its sha256, of others a
         sample of their contents."""
         digest = hashlib.blake2b(digest_size=16)
         for shard in self.shards:
+            digest.update(shard.records.view(np.uint8).data)
             if shard.sha256 is not None:
                 digest.update(shard.sha256.encode())
             else:
-                digest.update(np.ascontiguousarray(shard.records).tobytes())
                 digest.update(_sampled_contents(shard))
         return digest.hexdigest()
 
@@ -94,43 +97,64 @@ def open_catalog(
 ) -> Catalog:
     """Open the shards of a pattern; `key` is the configuration key that it comes from."""
     names = resolve_shards(pattern, key)
-    indexed = _indexed_shards(names, cache or default_cache())
+    indexed = _indexed_shards(names, wildcards(pattern), cache)
     room = int(memory_limit_gb * 1e9)
     shards = []
     for name in names:
-        shard = indexed.get(name) or _open_alone(name, cache or default_cache(), room)
-        if shard.in_memory:
-            room -= shard.bytes
-            if room < 0:
-                right = f"takes more than data.memory_limit_gb = {memory_limit_gb:g}"
-                raise ConfigError(key, pattern, f"{right}, for compressed shards are kept unpacked")
+        try:
+            shard = indexed.get(name) or _open_alone(name, cache, room)
+        except _TooLarge:
+            right = f"takes more than data.memory_limit_gb = {memory_limit_gb:g}"
+            right = f"{right}: compressed shards are kept unpacked"
+            raise ConfigError(key, pattern, right) from None
+        except OSError as error:
+            raise UserError(f"{name}: cannot be read: {error.strerror}") from None
+        room -= shard.bytes if shard.in_memory else 0
         shards.append(shard)
     return Catalog(key, pattern, shards)
 
 
-def _indexed_shards(names: list[str], cache: Path) -> dict[str, Shard]:
-    """The shards that have an index beside them."""
+class _TooLarge(Exception):
+    """A compressed shard has no room in memory."""
+
+
+def _indexed_shards(names: list[str], patterns: list[str], cache: Path | None) -> dict[str, Shard]:
+    """The shards that have an index beside them; what a wildcard would find must all be there."""
     found: dict[str, Shard] = {}
     by_set: dict[tuple[str, str], list[str]] = {}
     for name in names:
         if not name.startswith("pipe:") and not name.endswith(".gz"):
-            by_set.setdefault((name.rpartition("/")[0], set_name(name)), []).append(name)
+            by_set.setdefault((os.path.dirname(name), set_name(name)), []).append(name)
     for (directory, name), members in by_set.items():
         if is_remote(members[0]):
-            found.update(_staged_set(directory, name, members, cache))
+            found.update(_staged_set(directory, name, members, cache, patterns))
         else:
-            found.update(_local_set(Path(directory), name, members))
+            found.update(_local_set(directory, name, members, patterns))
     return found
 
 
-def _local_set(directory: Path, name: str, members: list[str]) -> dict[str, Shard]:
-    json_path, npy_path = index_paths(directory, name)
+def _local_set(
+    directory: str, name: str, members: list[str], patterns: list[str]
+) -> dict[str, Shard]:
+    json_path, npy_path = index_paths(Path(directory), name)
     if not json_path.exists():
         return {}
-    return _shards_of_index(json_path, npy_path, {Path(m).name: (m, m) for m in members})
+    wanted = {Path(member).name: (member, member) for member in members}
+    _require_all(json_path, directory, wanted.keys(), patterns)
+    return _shards_of_index(json_path, npy_path, wanted)
 
 
-def _staged_set(directory: str, name: str, members: list[str], cache: Path) -> dict[str, Shard]:
+def _require_all(json_path: Path, directory: str, found: Set[str], patterns: list[str]) -> None:
+    """Shards that the index lists and a wildcard means, but that are not there, are missing."""
+    for entry in read_index(json_path).shards:
+        name = os.path.join(directory, entry.file)
+        if entry.file not in found and any(fnmatch(name, pattern) for pattern in patterns):
+            raise UserError(f"{name}: is missing; {json_path.name} lists it")
+
+
+def _staged_set(
+    directory: str, name: str, members: list[str], cache: Path | None, patterns: list[str]
+) -> dict[str, Shard]:
     """Index and shards of a remote set, copied into the cache."""
     json_name, npy_name = (path.name for path in index_paths(Path(), name))
     json_path = stage(f"{directory}/{json_name}", cache, optional=True)
@@ -144,6 +168,7 @@ def _staged_set(directory: str, name: str, members: list[str], cache: Path) -> d
     for member in members:
         file = member.rpartition("/")[2]
         local[file] = (member, str(stage(member, cache, digests.get(file))))
+    _require_all(json_path, directory, local.keys(), patterns)
     return _shards_of_index(json_path, npy_path, local)
 
 
@@ -153,6 +178,11 @@ def _shards_of_index(
     """wanted: file → (name, path). The files must be there with the index's sizes."""
     index = read_index(json_path)
     records = map_records(npy_path, index.samples)
+    if file_sha256(npy_path) != index.records:
+        raise UserError(
+            f"{npy_path}: is not the file that {json_path.name} was written with; "
+            "python -m data_prep.index --force writes both anew"
+        )
     unknown = wanted.keys() - {entry.file for entry in index.shards}
     if unknown:
         raise UserError(f"{json_path}: does not know {min(unknown)}, which lies beside it")
@@ -169,7 +199,7 @@ def _shards_of_index(
     return shards
 
 
-def _open_alone(name: str, cache: Path, room: int) -> Shard:
+def _open_alone(name: str, cache: Path | None, room: int) -> Shard:
     """A shard without an index: its headers are read."""
     path = str(stage(name, cache)) if is_remote(name) else name
     if name.endswith(".beton"):
@@ -184,14 +214,17 @@ def _open_alone(name: str, cache: Path, room: int) -> Shard:
 
 def _unpacked(name: str, path: str, room: int) -> str:
     """A compressed tar, unpacked into memory that has a path while this process and its children
-    live; what is read beyond `room` is enough to tell that it is too much."""
+    live."""
     descriptor = os.memfd_create(Path(name).name)
     try:
         with gzip.open(path) as packed, open(descriptor, "wb", closefd=False) as unpacked:
             while chunk := packed.read(1 << 20):
                 unpacked.write(chunk)
                 if unpacked.tell() > room:
-                    break
+                    raise _TooLarge
+    except _TooLarge:
+        os.close(descriptor)
+        raise
     except (OSError, EOFError, zlib.error) as error:
         os.close(descriptor)
         raise UserError(f"{name}: is not a readable shard: {error}") from None

@@ -52,7 +52,7 @@ class DataConfig:
     verify: bool = True
     # Where copies of remote shards are kept; empty: the user's cache directory.
     cache_dir: str = ""
-    # What compressed shards, and a test set to be certified, may take in memory.
+    # What the compressed shards of a set, and a test set to be certified, may take in memory.
     memory_limit_gb: float = 8.0
 
     def __post_init__(self) -> None:
@@ -74,6 +74,9 @@ class DataConfig:
         if not self.synthetic.shards:
             return self.batch_size, 0
         per_real = Fraction(self.synthetic.per_real).limit_denominator(1000)
+        if abs(float(per_real) - self.synthetic.per_real) > 1e-9:
+            right = "must be a whole number or a fraction with a denominator up to 1000"
+            raise ConfigError("synthetic.per_real", self.synthetic.per_real, right)
         real = self.batch_size / (1 + per_real)
         if real.denominator != 1 or real < 1:
             least = (1 + per_real).numerator

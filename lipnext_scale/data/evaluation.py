@@ -12,8 +12,8 @@ from lipnext_scale.data.augment import centre_crop, require_size, resize_short_s
 from lipnext_scale.data.catalog import Catalog
 from lipnext_scale.data.decode import BadSample
 from lipnext_scale.data.store import SampleStore
-from lipnext_scale.data.workers import made_by_workers
-from lipnext_scale.errors import UserError
+from lipnext_scale.data.workers import lost_a_worker, made_by_workers
+from lipnext_scale.errors import RunFailed, UserError
 
 BATCH = 256
 
@@ -30,7 +30,22 @@ class TestBatch:
     counted: Tensor
 
 
-class TestSet(Dataset[TestBatch | str]):
+@dataclass(frozen=True)
+class _Made:
+    """A batch in arrays: tensors would come from a worker through /dev/shm, which may be small."""
+
+    images: np.ndarray
+    labels: np.ndarray
+    ids: np.ndarray
+    counted: np.ndarray
+
+    def as_tensors(self) -> TestBatch:
+        images = torch.from_numpy(self.images).permute(0, 3, 1, 2)
+        rest = (torch.from_numpy(array) for array in (self.labels, self.ids, self.counted))
+        return TestBatch(images, *rest)
+
+
+class TestSet(Dataset[_Made | str]):
     """resize: the short side becomes this and the centre is cut out; 0: images have the size."""
 
     __test__ = False
@@ -61,12 +76,17 @@ class TestSet(Dataset[TestBatch | str]):
 
     def __iter__(self) -> Iterator[TestBatch]:
         workers = min(self._workers, len(self))
-        for batch in made_by_workers(self, range(len(self)), workers):
-            if isinstance(batch, str):
-                raise UserError(batch)
-            yield batch
+        try:
+            for made in made_by_workers(self, range(len(self)), workers):
+                if isinstance(made, str):
+                    raise UserError(made)
+                yield made.as_tensors()
+        except RuntimeError as error:
+            if not lost_a_worker(error):
+                raise
+            raise RunFailed(f"{self.catalog.key}: a process that reads it has ended") from None
 
-    def __getitem__(self, number: int) -> TestBatch | str:
+    def __getitem__(self, number: int) -> _Made | str:
         """A batch, or why there is none: an error out of a worker would be a page long."""
         ids, counted = self._parts[number]
         images = np.empty((len(ids), self._size, self._size, self._channels), dtype=np.uint8)
@@ -74,8 +94,7 @@ class TestSet(Dataset[TestBatch | str]):
             labels = [self._fill(sample, images[i]) for i, sample in enumerate(ids.tolist())]
         except UserError as error:
             return str(error)
-        pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
-        return TestBatch(pixels, torch.tensor(labels), ids, counted)
+        return _Made(images, np.array(labels), ids.numpy(), counted.numpy())
 
     def _fill(self, sample: int, out: np.ndarray) -> int:
         """A test set is certified sample by sample, so a bad one has no substitute."""

@@ -1,13 +1,11 @@
 """Comparing shards with the sha256 of their index, before a run trains on them."""
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable
 
 from lipnext_scale.data.catalog import Catalog, Shard
 from lipnext_scale.errors import UserError
-
-_CHUNK = 1 << 22
+from lipnext_scale.files import file_sha256
 
 
 def stamp(shard: Shard) -> str:
@@ -33,19 +31,14 @@ def check_shards(
     stamps = []
     for shard in shards:
         before = stamp(shard)
-        if file_sha256(shard.path, advance) != shard.sha256:
+        try:
+            found = file_sha256(shard.path, advance)
+        except OSError as error:
+            raise UserError(f"{shard.name}: cannot be read: {error.strerror}") from None
+        if found != shard.sha256:
             raise UserError(
                 f"{shard.name}: its sha256 is not that of its index: the shard is damaged or was "
                 "exchanged; python -m data_prep.verify tells more, data.verify=false trains anyway"
             )
         stamps.append(before)
     return stamps
-
-
-def file_sha256(path: str, advance: Callable[[int], None] = lambda _bytes: None) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            advance(len(chunk))
-    return digest.hexdigest()

@@ -19,7 +19,7 @@ from lipnext_scale.config import ConfigError
 from lipnext_scale.data.batches import BatchMaker, MadeBatch
 from lipnext_scale.data.buffers import BatchBuffers
 from lipnext_scale.data.loading_stats import LoadingStats
-from lipnext_scale.data.source import Source
+from lipnext_scale.data.source import SUBSTITUTES, Source
 from lipnext_scale.data.workers import made_by_workers
 from lipnext_scale.errors import RunFailed
 
@@ -77,6 +77,7 @@ class StreamLoader:
         buffers = BatchBuffers(self._maker, self._workers * self._prefetch)
         requests = buffers.requests(self._step)
         batches = made_by_workers(buffers, requests, self._workers, self._prefetch)
+        self.stats.take()  # what went before was no waiting for data
         try:
             while True:
                 with self.stats.waiting():
@@ -123,7 +124,7 @@ def require_usable(made: MadeBatch) -> None:
     """No sample of the batch is bad without another in its place."""
     for bad in made.bad:
         if not bad.replaced:
-            raise RunFailed(
-                f"{bad.source}: {bad.name} {bad.reason}; data.on_bad_sample=substitute goes on "
-                "without such samples, python -m data_prep.verify --decode finds them all"
-            )
+            ways_out = "python -m data_prep.verify --decode finds all such samples"
+            if len(made.bad) < SUBSTITUTES:  # else it was tried
+                ways_out = f"data.on_bad_sample=substitute goes on without them, {ways_out}"
+            raise RunFailed(f"{bad.source}: {bad.name} {bad.reason}; {ways_out}")

@@ -90,7 +90,8 @@ def require_fits(
     for channels, height, width in [] if resized else shapes:
         if height != width or height != image_size:
             what = f"the images of {catalog.key} are {channels}×{height}×{width}"
-            raise ConfigError("model.image_size", image_size, what)
+            way = "data.test_resize" if catalog.key == "data.test" else "augment.resize"
+            raise ConfigError("model.image_size", image_size, f"{what}; {way} makes them fit")
     if max(shape[0] for shape in shapes) != in_channels:
         channels, height, width = max(shapes)
         what = f"the images of {catalog.key} are {channels}×{height}×{width}"

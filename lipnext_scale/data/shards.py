@@ -35,20 +35,26 @@ def is_remote(shard: str) -> bool:
 
 def resolve_shards(pattern: str, key: str) -> list[str]:
     """The shards a pattern means; `key` is the configuration key to blame if there are none."""
-    expanded = pattern
-    if pattern.startswith("builtin:"):
-        expanded = str(BUILTIN / pattern.removeprefix("builtin:"))
     try:
-        parts = list(braceexpand(expanded))
+        parts = list(braceexpand(_expanded(pattern)))
     except ValueError as error:
         raise ConfigError(key, pattern, f"is not a pattern: {error}") from None
     shards: list[str] = []
     for part in parts:
         found = _matches(part, key, pattern)
         if not found:
-            raise ConfigError(key, pattern, f"no shard {part!r} (a tar of images and .cls labels)")
+            right = "a tar of images and .cls labels"
+            if part and _is_directory(part):
+                right = f"it is a directory; its shards are {part.rstrip('/')}/train-*.tar, say"
+            raise ConfigError(key, pattern, f"no shard {part!r} ({right})")
         shards += found
     return shards
+
+
+def _expanded(pattern: str) -> str:
+    if pattern.startswith("builtin:"):
+        return str(BUILTIN / pattern.removeprefix("builtin:"))
+    return pattern
 
 
 def _matches(part: str, key: str, pattern: str) -> list[str]:
@@ -78,6 +84,13 @@ def _is_file(path: str) -> bool:
         return False
 
 
+def _is_directory(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except OSError:
+        return False
+
+
 def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lipnext_scale"
 
@@ -90,16 +103,26 @@ def staged_path(shard: str, cache: Path) -> Path:
     return cache / hashlib.sha256(directory.encode()).hexdigest()[:16] / file
 
 
+def wildcards(pattern: str) -> list[str]:
+    """The parts of a pattern that mean whatever is there."""
+    return [part for part in braceexpand(_expanded(pattern)) if has_magic(part)]
+
+
 def stage(
-    shard: str, cache: Path, sha256: str | None = None, optional: bool = False
+    shard: str, cache: Path | None, sha256: str | None = None, optional: bool = False
 ) -> Path | None:
     """Copy a remote file into the cache, once for all processes of the node.
 
-    sha256: what the copy must have. optional: None where the file does not exist.
+    cache: the user's own if None. sha256: what the copy must have. optional: None where the file
+    does not exist.
     """
-    path = staged_path(shard, cache)
+    path = staged_path(shard, cache or default_cache())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = f"data.cache_dir = {str(path.parent.parent)!r}"
+        raise UserError(f"{where}: cannot be written: {error.strerror}") from None
+    try:
         with _locked(path):
             if not path.exists():
                 _copy(shard, path, sha256)
@@ -131,7 +154,10 @@ def _copy(shard: str, path: Path, sha256: str | None) -> None:
         os.fsync(copy.fileno())
     if sha256 is not None and digest.hexdigest() != sha256:
         aside.unlink()
-        raise UserError(f"{shard}: its sha256 is not that of its index: the shard is damaged")
+        raise UserError(
+            f"{shard}: its sha256 is not that of its index: the shard is damaged, or the copy of "
+            f"the index in {path.parent} is old: then remove that directory"
+        )
     aside.replace(path)
 
 

@@ -13,8 +13,8 @@ from lipnext_scale.data.order import Order, OrderConfig, choose_block
 from lipnext_scale.data.randomness import below, sample_bits
 from lipnext_scale.data.store import SampleStore
 
-_SUBSTITUTES = 200  # first of the streams of random bits that choose them
-_ATTEMPTS = 20
+_SUBSTITUTE_STREAMS = 200  # first of the streams of random bits that choose them
+SUBSTITUTES = 20  # tried for a bad sample
 
 
 @dataclass
@@ -70,10 +70,10 @@ class Source:
         self._scratch = Scratch()
         if len(catalog) < options.batch_size:
             raise ConfigError(
-                "data.batch_size",
-                options.batch_size,
-                f"must be at most the {len(catalog)} samples of {catalog.key} = "
-                f"{catalog.pattern!r}",
+                catalog.key,
+                catalog.pattern,
+                f"has {len(catalog)} samples, fewer than the {options.batch_size} that a batch "
+                "takes of them; lower data.batch_size",
             )
         block = options.read_block or choose_block(len(catalog), catalog.image_bytes)
         # Where samples are read one by one there is nothing to read ahead.
@@ -140,8 +140,10 @@ class Source:
         stages: Stages,
     ) -> int | None:
         """Another sample in the place of a bad one, always the same, whoever asks; its label."""
-        for attempt in range(_ATTEMPTS if self.options.substitute else 0):
-            bits = sample_bits(self.options.seed, epoch, np.array([sample]), _SUBSTITUTES + attempt)
+        for attempt in range(SUBSTITUTES if self.options.substitute else 0):
+            bits = sample_bits(
+                self.options.seed, epoch, np.array([sample]), _SUBSTITUTE_STREAMS + attempt
+            )
             other = int(below(bits, len(self.catalog))[0])
             try:
                 return self._make(other, chances, index, out, stages)

@@ -31,7 +31,10 @@ class SampleStore:
     def read(self, sample: int) -> tuple[bytes, Record]:
         """The encoded image of a sample and its record."""
         shard, record = self.catalog.locate(sample)
-        encoded = os.pread(self._descriptor(shard), record.size, record.offset)
+        try:
+            encoded = os.pread(self._descriptor(shard), record.size, record.offset)
+        except OSError as error:
+            raise BadSample(f"cannot be read: {error.strerror}") from None
         if len(encoded) != record.size:
             raise BadSample(f"the shard ends {record.size - len(encoded)} bytes too early")
         return encoded, record

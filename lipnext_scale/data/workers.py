@@ -70,4 +70,4 @@ def start_worker(_number: int) -> None:
 
 def lost_a_worker(error: RuntimeError) -> bool:
     """Whether torch says that a worker has died; it may say so at any moment, in any call."""
-    return "DataLoader worker" in str(error)
+    return str(error).startswith("DataLoader worker (pid")  # "Caught … in" one is another thing

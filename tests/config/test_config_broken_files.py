@@ -242,7 +242,7 @@ def label_below_zero(tmp: Path, config: str):
 
 @CASES.add
 def batch_above_the_samples(tmp: Path, config: str):
-    return ["--config", config, "data.batch_size=13"], ["data.batch_size = 13", "the 12 samples"]
+    return ["--config", config, "data.batch_size=13"], ["data.train = ", "12 samples", "13"]
 
 
 @CASES.add

@@ -12,7 +12,13 @@ from sets_making import make_loader, write_set
 from shard_making import encode, noise, write_tar
 
 from lipnext_scale.config import ConfigError
-from lipnext_scale.data import open_catalog, read_samples, resolve_shards
+from lipnext_scale.data import (
+    DataConfig,
+    SyntheticConfig,
+    open_catalog,
+    read_samples,
+    resolve_shards,
+)
 from lipnext_scale.data.index import index_paths, read_index, set_name
 from lipnext_scale.data.integrity import check_shards, stamp, unchecked_shards
 from lipnext_scale.data.shards import stage
@@ -135,7 +141,9 @@ def damage_missing_records(directory: Path) -> str:
     return "train.index.npy: cannot be read"
 
 
-@pytest.mark.parametrize("damage", [v for k, v in dict(globals()).items() if "damage_" in k])
+@pytest.mark.parametrize(
+    "damage", [v for k, v in dict(globals()).items() if k.startswith("damage_")]
+)
 def test_sets_that_do_not_fit_their_index(shards, damage):
     """Refused when the set is opened, by the name of the file, in one line."""
     said = damage(Path(shards).parent)
@@ -144,8 +152,48 @@ def test_sets_that_do_not_fit_their_index(shards, damage):
     assert "\n" not in str(error.value)
 
 
+def damage_labels(directory: Path) -> str:
+    path = directory / "train.index.npy"
+    records = np.load(path)
+    records["label"] = records["label"][::-1]
+    np.save(path, records)
+    return "train.index.npy: is not the file that train.index.json was written with"
+
+
+def damage_gone(directory: Path) -> str:
+    (directory / "train-000001.tar").unlink()
+    return "train-000001.tar: is missing; train.index.json lists it"
+
+
+@pytest.mark.parametrize("damage", [damage_labels, damage_gone])
+def test_labels_and_shards_are_those_of_the_index(shards, damage):
+    """A wildcard means all shards that the index lists, and labels are under its checksum."""
+    said = damage(Path(shards).parent)
+    with pytest.raises(UserError, match=said):
+        open_catalog(shards, "data.train")
+
+
+def test_an_unpacked_shard_beyond_the_limit(tmp_path):
+    """It is told as what it is, not as a damaged shard."""
+    members = [("a.cls", b"1"), ("a.png", encode(noise(1200, 1200)))]
+    path = write_tar(tmp_path / "a.tar.gz", members)
+    with pytest.raises(ConfigError, match=r"data.memory_limit_gb = 0.001"):
+        open_catalog(path, "data.train", memory_limit_gb=0.001)
+
+
+@pytest.mark.parametrize(
+    "per_real, key",
+    [(0.0004, "synthetic.per_real"), (2.9996, "synthetic.per_real"), (4, "batch_size")],
+)
+def test_mixtures_that_cannot_be_exact(per_real, key):
+    """Refused rather than rounded."""
+    with pytest.raises(ConfigError) as error:
+        DataConfig("a", "b", 256, synthetic=SyntheticConfig("c", per_real))
+    assert error.value.key == key
+
+
 def test_a_missing_shard_is_found_by_its_number(shards):
-    """Braces name what must be there; what a wildcard finds is all there is."""
+    """Braces name what must be there."""
     (Path(shards).parent / "train-000001.tar").unlink()
     with pytest.raises(ConfigError, match=r"data\.train = .*no shard '.*train-000001.tar'"):
         resolve_shards(shards.replace("*", "{000000..000002}"), "data.train")
