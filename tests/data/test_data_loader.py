@@ -158,6 +158,7 @@ def test_continuing_from_any_step(shards, batch, block, window, data):
         assert resumed.state_dict() == whole.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 3, 4, 5, 8, 9])
 def test_continuing_with_other_ranks_and_workers(shards, generated, reference, stop):
     """Four ranks with two workers stop, two with one go on: also across an epoch's end (4, 8)."""

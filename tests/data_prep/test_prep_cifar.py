@@ -27,6 +27,8 @@ from prep_sources import (
 from data_prep import cifar
 from lipnext_scale.data.index import read_index
 
+pytestmark = pytest.mark.slow  # all of them together take half a minute
+
 DIRECTORY = "cifar-10-batches-py"
 
 

@@ -34,6 +34,8 @@ from data_prep.writing import convert
 from data_prep.writing.set_plan import SHARD_BYTES, default_shard_samples
 from lipnext_scale.data.index import read_index
 
+pytestmark = pytest.mark.slow  # all of them together take half a minute
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:

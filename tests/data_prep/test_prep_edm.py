@@ -19,6 +19,8 @@ from data_prep import verify
 from data_prep.edm import main
 from lipnext_scale.data.index import KINDS, read_index
 
+pytestmark = pytest.mark.slow  # all of them together take half a minute
+
 # --- every form -------------------------------------------------------------------------------
 
 

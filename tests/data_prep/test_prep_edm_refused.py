@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from data_prep.edm import main
 from lipnext_scale.data.index import read_index
 
+pytestmark = pytest.mark.slow  # all of them together take half a minute
+
 NPZ = {
     "no image": ({"label": np.array(LABELS)}, "has no array 'image' but label"),
     "no label": ({"image": PIXELS}, "has no array 'label'"),

@@ -24,6 +24,8 @@ from scipy.io import savemat
 from data_prep import imagenet
 from lipnext_scale.data.index import read_index
 
+pytestmark = pytest.mark.slow  # all of them together take half a minute
+
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 

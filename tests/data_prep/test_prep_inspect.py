@@ -15,6 +15,8 @@ from data_prep.checking.set_statistics import entropy
 from data_prep.inspect import main
 from lipnext_scale.data.index import RECORD
 
+pytestmark = pytest.mark.slow  # all of them together take half a minute
+
 
 def inspected(arguments, capsys) -> list[dict]:
     capsys.readouterr()

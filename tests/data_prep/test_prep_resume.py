@@ -24,6 +24,8 @@ from data_prep.writing import journal
 from data_prep.writing.convert import SetPlan
 from data_prep.writing.journal import Journal
 
+pytestmark = pytest.mark.slow  # all of them together take half a minute
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:

@@ -14,6 +14,8 @@ from data_prep.verify import main
 from lipnext_scale.data.index import map_records
 from lipnext_scale.data.tar_scan import scan_tar
 
+pytestmark = pytest.mark.slow  # all of them together take half a minute
+
 LABELS = [[0, 1, 2], [1, 1], [2, 0]]
 
 
