@@ -10,8 +10,8 @@ from lipnext_scale.data.decode import BadSample
 from lipnext_scale.data.rand_augment import rand_augment
 from lipnext_scale.data.randomness import below, number_below, sample_bits, uniform
 
-# Streams of random bits, one a decision.
-_RESIZE, _TOP, _LEFT, _FLIP, _WHETHER, _OPERATIONS = range(1, 7)
+# Streams of random bits, one a decision: see `draw_chances`.
+_STREAMS = np.arange(1, 7)[:, None]
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,15 @@ class Chances:
 
 
 def draw_chances(config: AugmentConfig, seed: int, epoch: int, ids: np.ndarray) -> Chances:
-    def bits(stream: int) -> np.ndarray:
-        return sample_bits(seed, epoch, ids, stream)
-
+    resize, top, left, flip, whether, operations = sample_bits(seed, epoch, ids, _STREAMS)
     low, high = config.resize
-    never, crops = [False] * len(ids), bool(high or config.crop_padding)
-    flip = (bits(_FLIP) >> np.uint64(63)).astype(bool).tolist() if config.flip else never
-    share = config.rand_augment
-    return Chances(  # what the configuration has no use for is not drawn
-        short_side=(low + below(bits(_RESIZE), high - low + 1)).tolist() if high else [],
-        top=bits(_TOP).tolist() if crops else [],
-        left=bits(_LEFT).tolist() if crops else [],
-        flip=flip,
-        rand_augment=(uniform(bits(_WHETHER)) < share).tolist() if share else never,
-        operations=bits(_OPERATIONS).tolist() if share else [],
+    return Chances(
+        short_side=(low + below(resize, high - low + 1)).tolist(),
+        top=top.tolist(),
+        left=left.tolist(),
+        flip=((flip >> np.uint64(63)).astype(bool) & config.flip).tolist(),
+        rand_augment=(uniform(whether) < config.rand_augment).tolist(),
+        operations=operations.tolist(),
     )
 
 
@@ -175,11 +170,9 @@ def _crop_and_resize(image: np.ndarray, chances: Chances, index: int, out: np.nd
     side = max(1, round(min(image.shape[:2]) * size / chances.short_side[index]))
     part = _crop_at(image, side, side, chances, index)
     how = cv2.INTER_AREA if size < 0.5 * side else cv2.INTER_LINEAR
+    cv2.resize(part, (size, size), dst=out, interpolation=how)
     if chances.flip[index]:
-        resized = cv2.resize(part, (size, size), interpolation=how)
-        cv2.flip(resized, 1, dst=out)
-    else:
-        cv2.resize(part, (size, size), dst=out, interpolation=how)
+        cv2.flip(out, 1, dst=out)  # in place: out is in the cache now, and was not before
 
 
 def _padded_crop(image: np.ndarray, padding: int, chances: Chances, index: int) -> np.ndarray:

@@ -5,7 +5,6 @@ every view of it, is gone; whoever keeps batches costs memory and gets no wrong 
 """
 
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from math import prod
 from mmap import mmap
@@ -35,13 +34,13 @@ class BatchBuffers(Dataset[MadeBatch]):
         self._images = np.frombuffer(memory, dtype=np.uint8).reshape(buffers, *maker.shape)
         # The step that each buffer holds, plus one; 0: nothing yet.
         self._ready = np.frombuffer(mmap(-1, 8 * buffers), dtype=np.int64)
-        self._free = deque(range(buffers))
+        self._free = list(range(buffers))
 
     def requests(self, first: int) -> Iterator[Request]:
         """Steps without end, each with a buffer, or none if somebody keeps them all."""
         step = first
         while True:
-            yield step, self._free.popleft() if self._free else None
+            yield step, self._free.pop() if self._free else None
             step += 1
 
     def __getitem__(self, request: Request) -> MadeBatch:

@@ -11,12 +11,15 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 
 
-def sample_bits(seed: int, epoch: int, ids: np.ndarray, stream: int) -> np.ndarray:
-    """64 random bits per sample: a counter-based generator (SplitMix64's mixing), no state."""
+def sample_bits(seed: int, epoch: int, ids: np.ndarray, stream: int | np.ndarray) -> np.ndarray:
+    """64 random bits per sample: a counter-based generator (SplitMix64's mixing), no state.
+
+    A column of streams [S, 1] gives [S, samples] at once.
+    """
     bits = np.zeros(np.shape(ids), dtype=np.uint64)
-    # Each word is mixed in before the next, or seed 1 in epoch 2 would be seed 2 in epoch 1.
-    for word in (seed % 2**64, epoch, ids, stream):
-        with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):
+        # Each word is mixed in before the next, or seed 1 in epoch 2 would be seed 2 in epoch 1.
+        for word in (seed % 2**64, epoch, ids, stream):
             bits = (bits ^ np.asarray(word, dtype=np.uint64)) + _GOLDEN
             bits = (bits ^ (bits >> np.uint64(30))) * _MIX[0]
             bits = (bits ^ (bits >> np.uint64(27))) * _MIX[1]

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,6 +24,7 @@ from lipnext_scale.parallel.measuring import training_memory
 
 WIDTH, MATRICES, STEPS = 64, 8, 6
 MATRIX = 4 * WIDTH**2
+four = partial(pytest.param, 4, marks=pytest.mark.slow)  # ranks
 # Two groups of blocks, everything divisible by four ranks. Six steps cross two Lookahead steps,
 # three retractions inside step() and the end of an epoch.
 SIZES = [
@@ -80,7 +81,7 @@ def on_ranks(world: int, case: str) -> list[Measured]:
 
 # ---- what a step sends ---------------------------------------------------------------------------
 
-BANKS = [(2, "bank"), (3, "bank"), (4, "bank"), (4, "hsdp")]
+BANKS = [(2, "bank"), (3, "bank"), four("bank"), four("hsdp")]
 
 
 @pytest.mark.parametrize("world, case", BANKS)
@@ -107,7 +108,7 @@ def test_a_step_of_the_bank_layout_has_fsdps_collectives_and_two_more(
 
 
 @pytest.mark.parametrize("case, out, back", [("row", 4, 4), ("row bf16", 4, 2)])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, four()])
 def test_the_row_layout_sends_each_row_once_each_way(
     world: int, case: str, out: int, back: int
 ) -> None:
@@ -124,7 +125,7 @@ def test_the_row_layout_sends_each_row_once_each_way(
         assert back * rows <= retraction["all_to_all"].bytes_sent <= 1.05 * back * rows
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, four()])
 def test_a_step_of_the_row_layout_adds_nothing_but_all_to_alls(world: int) -> None:
     """Beside these it has the collectives of the bank layout, not one more and not a byte."""
     for row, bank in zip(on_ranks(world, "row"), on_ranks(world, "bank"), strict=True):
@@ -143,6 +144,7 @@ def total(case: str) -> int:
     return on_ranks(1, case)[0].kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["bank", "row"])
 def test_every_rank_keeps_its_share(case: str) -> None:
     """Where the matrices divide by the ranks, each keeps a quarter of one process's total."""
@@ -156,6 +158,7 @@ def test_one_process_keeps_six_numbers_for_each_of_a_matrix() -> None:
     assert total("row") - total("bank") == pytest.approx(MATRICES * MATRIX, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, numbers", [("uneven bank", 6), ("uneven row", 7)])
 def test_uneven_matrices_cost_at_most_one_more(case: str, numbers: int) -> None:
     """Six matrices on four ranks: none is above its share by more than a matrix with its state."""

@@ -21,6 +21,7 @@ from lipnext_scale.parallel.memory import Memory
 from lipnext_scale.parallel.row_exchange import WORD
 from lipnext_scale.trainer import Trainer
 
+pytestmark = pytest.mark.slow
 FSDP, DDP, ROW = "parallel.engine=fsdp", "parallel.engine=ddp", "parallel.weight_layout=row"
 HSDP, TWICE = "parallel.shard_size=2", "parallel.accumulation=2"
 BF16, BF16_SUMS = "parallel.precision=bf16", "parallel.reduce_precision=bf16"
@@ -61,17 +62,13 @@ CASES: dict[int, list[list[str]]] = {
     ],
 }
 EACH = [(world, index) for world, cases in CASES.items() for index in range(len(cases))]
-SLOW_WORLD = 3  # no rule is met in it alone
 NAMES = [
     f"{world}: " + " ".join(override.split(".")[1] for override in CASES[world][index])
     for world, index in EACH
 ]
 each_case = pytest.mark.parametrize(
     "world, case",
-    [
-        pytest.param(world, case, id=name, marks=[pytest.mark.slow] * (world == SLOW_WORLD))
-        for (world, case), name in zip(EACH, NAMES, strict=True)
-    ],
+    [pytest.param(world, case, id=name) for (world, case), name in zip(EACH, NAMES, strict=True)],
 )
 
 
@@ -177,7 +174,7 @@ def go_back(trainer: Trainer, output: tuple[torch.Tensor, torch.Tensor]) -> None
     trainer.engine.backward(output[0].sum())
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_gathered_weights_are_as_estimated(world: int, tmp_path: Path) -> None:
     """All of them, padded, in the type that computes, and W; activations are small beside them."""
     wide = [FSDP, KEEP, "model.width=192"]
@@ -259,7 +256,6 @@ def test_buffers_of_the_row_layout_are_as_estimated(tmp_path: Path) -> None:
             assert pair.found == pytest.approx(pair.expected - 4 * 4 * 64**2, rel=0.002)
 
 
-@pytest.mark.slow
 def test_buckets_make_the_buffers_smaller(tmp_path: Path) -> None:
     """With a matrix of each owner in a bucket, there are boxes and a gradient for one alone."""
     cases = [[ROW, "model.width=512", "parallel.row_bucket_mb=1"]]

@@ -137,6 +137,7 @@ def test_stopping_and_resuming_changes_no_bit(tmp_path: Path, place: Place) -> N
     assert_same_bits(tensors, expected)
 
 
+@pytest.mark.slow
 def test_a_run_may_move_again_and_again(single: Outcome, tmp_path: Path) -> None:
     """bank(4) → row(3) → ddp(2) → bank(4) → single: nothing lost on any of the moves."""
     run = tmp_path / "run"

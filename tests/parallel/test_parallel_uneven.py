@@ -223,6 +223,7 @@ def continue_frozen(
         return continue_each(rank, world_size, runs)
 
 
+@pytest.mark.slow
 def test_a_frozen_run_moves_between_engines(tmp_path: Path) -> None:
     """row(3) → bank(4) → single: each finds what was left, and the end is that of one process."""
     with frozen_groups(1):

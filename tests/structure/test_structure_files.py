@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 from typing import get_type_hints
 
 import pytest
@@ -32,6 +33,7 @@ def sections(kind: type = Recipe, path: str = "") -> dict[str, type]:
     return found
 
 
+@functools.cache
 def names_read() -> set[str]:
     """Attributes that the package reads anywhere but in the `__post_init__` that checks them."""
     found = set()
