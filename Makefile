@@ -52,6 +52,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.block
 	$(BIN)/python -m benchmarks.sharded_step
 	$(BIN)/python -m benchmarks.data
+	$(BIN)/python -m benchmarks.certify
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -48,6 +48,10 @@ class Progress:
                 flush=True,
             )
 
+    @property
+    def left(self) -> int:
+        return self._total - self._done
+
     def say(self, line: str) -> None:
         if self._silent:
             return

@@ -20,6 +20,9 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.checked_shards = self.path / "checked_shards.txt"
         self.certificate = self.path / "certificate.json"
+        self.samples = self.path / "samples.csv"
+        self.report = self.path / "report.html"
+        self.attack = self.path / "attack.json"
         self.curve_picture = self.path / "cra.png"
         self.examples_picture = self.path / "examples.png"
 

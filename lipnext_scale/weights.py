@@ -136,10 +136,11 @@ def _whole(tensor: Tensor) -> Piece:
     return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
 
 
-def load_run_model(directory: RunDirectory) -> LipNeXt:
-    """The model of a run's newest checkpoint, with the slow weights: the algorithm's output."""
+def load_run_model(directory: RunDirectory, checkpoint: Path | None = None) -> LipNeXt:
+    """The model of a run's newest checkpoint, or of a given one, with the slow weights: the
+    algorithm's output."""
     recipe = directory.recipe()
-    path = latest_checkpoint(directory.checkpoints)
+    path = checkpoint or latest_checkpoint(directory.checkpoints)
     if path is None:
         raise UserError(f"{directory.path}: has no checkpoint yet")
     verify_checkpoint(path)

@@ -1,73 +1,197 @@
-"""Certify a run's model on its test set.
+"""Certify a model on a test set, and write a report of it.
 
-    python -m lipnext_scale.certify --run runs/digits [--json F] [--radii 36/255 0.5]
+    python -m lipnext_scale.certify --run runs/digits
+    python -m lipnext_scale.certify --model digits.safetensors --data 'builtin:digits/test-*.tar.gz'
+    torchrun --nproc-per-node 8 -m lipnext_scale.certify --model runs/imagenet_2b
 
-Writes certificate.json, cra.png and examples.png into the run directory and prints a table.
+Writes certificate.json, samples.csv, report.html, cra.png and examples.png into the run directory
+(or --out), and prints a table. Started again after a kill it goes on where it was.
 """
 
+import json
+import time
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from lipnext_scale.certify.certificate import DEFAULT_RADII, certify
-from lipnext_scale.certify.loading import load_model
-from lipnext_scale.certify.pictures import draw_curve, draw_examples
-from lipnext_scale.config import as_float
+from lipnext_scale.attack.attacker import search_copy
+from lipnext_scale.attack.hunt import AttackExample, nearest_change
+from lipnext_scale.certify.certificate import Proof, certificate, table, write_json, write_samples
+from lipnext_scale.certify.certifier import Certifier
+from lipnext_scale.certify.chunks import Arrays, shared_blocks, work_through
+from lipnext_scale.certify.figures import parse_radii
+from lipnext_scale.certify.layers import BlockFacts, network_bound
+from lipnext_scale.certify.paper import comparison_text
+from lipnext_scale.certify.radius import nominal_radii
+from lipnext_scale.certify.report import ReportInputs, draw_curve, draw_examples, write_report
+from lipnext_scale.certify.results import SampleResults
+from lipnext_scale.certify.subject import Subject, add_arguments, open_subject
 from lipnext_scale.cpu import keep_freed_memory
-from lipnext_scale.data import read_test_samples
+from lipnext_scale.data import TestBatch
 from lipnext_scale.errors import ArgumentParser, UserError, command
+from lipnext_scale.models import LipNeXt
+from lipnext_scale.parallel.processes import Processes
 from lipnext_scale.run_directory import RunDirectory
 
-
-def _radius(text: str) -> float:
-    radius = as_float(text)
-    if radius is None or radius < 0:
-        raise UserError(f"--radii {text}: must be a number of at least 0, such as 36/255")
-    return radius
+PICTURED_ATTACKS = (0.1, 0.4, 0.6, 0.9)  # where in the order of radii
+FAST_LOOK = "a fast look in bfloat16, whose rounding is not bounded"
+Radii = Callable[[Tensor], tuple[Tensor, Tensor]]  # uint8 images → (labels, radii)
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
+    arguments = _parser().parse_args(argv)
+    epsilons = parse_radii(arguments.radii)
+    copy = arguments.json
+    if copy is not None and (not copy.name or copy.is_dir() or not copy.parent.is_dir()):
+        raise UserError(f"--json {copy}: must name a file in a directory that exists")
+    keep_freed_memory()
+    processes = Processes(arguments.device, alone=True)
+    try:
+        _certify(arguments, epsilons, processes)
+    finally:
+        processes.close()
+
+
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="lipnext_scale.certify", description=__doc__.split("\n")[0])
-    parser.add_argument("--run", required=True, help="run directory")
+    add_arguments(parser)
     parser.add_argument("--json", type=Path, help="also write the certificate to this file")
     parser.add_argument(
-        "--radii", nargs="+", help="radii to report, default 36/255 72/255 108/255 0.5"
+        "--radii", nargs="+", help="radii to report (default 36/255 72/255 108/255 0.5 1)"
     )
     parser.add_argument(
         "--dtype",
-        choices=("float32", "float64"),
+        choices=("float64", "float32", "bfloat16"),
         default="float64",
-        help="arithmetic of the forward pass (default float64)",
+        help="arithmetic of the forward pass (default float64); bfloat16 is a fast look and "
+        "certifies nothing",
     )
-    arguments = parser.parse_args(argv)
-    epsilons = tuple(_radius(text) for text in arguments.radii or []) or DEFAULT_RADII
-    keep_freed_memory()
-    directory = RunDirectory(arguments.run)
-    data = directory.recipe().data
-    model = load_model(arguments.run).to(getattr(torch, arguments.dtype))
-    takes = model.config
-    samples = read_test_samples(data, takes.image_size, takes.in_channels, takes.num_classes)
-    result = certify(model, samples, epsilons)
-    outputs: dict[Path, Callable[[Path], None]] = {
-        directory.curve_picture: partial(draw_curve, result, samples),
-        directory.examples_picture: partial(draw_examples, result, samples),
-        directory.certificate: result.certificate.write,
+    return parser
+
+
+def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Processes) -> None:
+    began = time.perf_counter()
+    subject = processes.each(lambda: open_subject(arguments))
+    dtype = getattr(torch, arguments.dtype)
+    blocks = shared_blocks(subject.model.to(processes.device, _measured(dtype)), processes)
+    proof, radii = _radii_of(subject.model.to(dtype), blocks)
+    what = ["certify", arguments.dtype, repr(proof.lipschitz_bound), *subject.identity()]
+    work = partial(_work, radii)
+    arrays = work_through(subject.test, subject.out, what, work, processes, title="certify")
+    if processes.rank:
+        return
+    results = SampleResults(**arrays)
+    facts = certificate(subject, proof, results, epsilons)
+    examples = _attack_examples(subject, radii, results) if isinstance(radii, Certifier) else []
+    written = _write(subject, facts, results, examples, arguments.json)
+    print(f"{_title(facts)} of {subject.path} on {subject.data}")
+    print(table(facts))
+    print(comparison_text(facts), end="")
+    seconds = time.perf_counter() - began
+    print(f"{seconds:.1f} s; written: " + ", ".join(str(path) for path in written))
+
+
+def _title(facts: dict[str, Any]) -> str:
+    return "certificate" if facts["certified"] else f"NO CERTIFICATE ({facts['why_not']})"
+
+
+def _measured(dtype: torch.dtype) -> torch.dtype:
+    """K speaks of weights in the arithmetic of the forward pass; of a fast look, of float32."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+def _radii_of(model: LipNeXt, blocks: dict[int, BlockFacts]) -> tuple[Proof, Radii]:
+    arithmetic = str(model.head.weight.dtype).removeprefix("torch.")
+    if model.head.weight.dtype != torch.bfloat16:
+        certifier = Certifier(model, blocks)
+        rounding = certifier.feature_rounding()
+        return Proof(certifier.lipschitz_bound, arithmetic, rounding), certifier
+    bound = network_bound(blocks[number] for number in sorted(blocks))
+    return Proof(bound, arithmetic, why_not=FAST_LOOK), partial(_fast_look, model, bound)
+
+
+@torch.no_grad()
+def _fast_look(model: LipNeXt, bound: float, images: Tensor) -> tuple[Tensor, Tensor]:
+    weight = model.head.weight
+    labels, radii = nominal_radii(*model(images.to(weight.device, weight.dtype) / 255, True))
+    return labels, radii.double() / bound
+
+
+def _work(radii: Radii, batch: TestBatch) -> Arrays:
+    labels, found = radii(batch.images)
+    return {
+        "labels": batch.labels.numpy(),
+        "predictions": labels.cpu().numpy(),
+        "radii": found.cpu().numpy(),
     }
-    if arguments.json is not None:
-        if not arguments.json.name or arguments.json.is_dir():
-            raise UserError(f"--json {arguments.json}: must name a file")
-        outputs[arguments.json] = result.certificate.write
+
+
+def _write(
+    subject: Subject,
+    facts: dict[str, Any],
+    results: SampleResults,
+    examples: list[AttackExample],
+    json_copy: Path | None,
+) -> list[Path]:
+    """All files; the certificate is last, so that where it is the others are too."""
+    out = RunDirectory(subject.out)
+    inputs = ReportInputs(
+        facts=facts,
+        results=results,
+        image=subject.test.image,
+        name=subject.test.sample_name,
+        attacks=examples,
+        attack=_attack_of(out.attack, facts),
+    )
+    outputs: dict[Path, Callable[[Path], None]] = {
+        out.samples: lambda path: write_samples(path, results, subject.test.sample_name),
+        out.curve_picture: lambda path: draw_curve(path, facts, results),
+        out.examples_picture: lambda path: draw_examples(path, results, subject.test.image),
+        out.report: lambda path: write_report(path, inputs),
+        out.certificate: lambda path: write_json(path, facts),
+    }
+    if json_copy is not None:
+        outputs[json_copy] = outputs[out.certificate]
     for path, write in outputs.items():
         try:
             write(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-    print(f"certificate of {directory.path} on {data.test}")
-    print(result.certificate.table())
-    print("written: " + ", ".join(str(path) for path in outputs))
+    return list(outputs)
+
+
+def _attack_of(path: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
+    """What lipnext_scale.attack found, if it was about these weights, samples and this bound."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    here = (facts["model"]["weights"], facts["data"]["fingerprint"], facts["data"]["resize"], False)
+    keys = ("weights", "fingerprint", "resize", "lipschitz_assumed")
+    return found if tuple(found.get(key) for key in keys) == here else None
+
+
+def _attack_examples(
+    subject: Subject, certifier: Certifier, results: SampleResults
+) -> list[AttackExample]:
+    """Of some right predictions, from small to large radii, the nearest change that is found."""
+    (right,) = (results.correct & (results.radii > 0)).nonzero()
+    ordered = right[results.radii[right].argsort(kind="stable")].tolist()
+    places = {int(len(ordered) * share) for share in PICTURED_ATTACKS} if ordered else set()
+    search = search_copy(certifier.model)
+    found = []
+    for sample in [ordered[place] for place in sorted(places)]:
+        image = torch.from_numpy(subject.test.image(sample)).permute(2, 0, 1)
+        label, radius = int(results.predictions[sample]), float(results.radii[sample])
+        example = nearest_change(certifier, image, label, radius, sample, search=search)
+        found += [example] if example is not None else []
+    return found
 
 
 if __name__ == "__main__":

@@ -1,75 +1,81 @@
 """Certified radii (docs/certificate.md): how far a prediction provably holds, in l2."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipnext_scale.certify.lipschitz import lipschitz_bound
+from lipnext_scale.certify.layers import BlockFacts, network_bound
+from lipnext_scale.certify.lipschitz import gamma
+from lipnext_scale.certify.rounding import Affine, feature_rounding
 from lipnext_scale.losses import class_distances
 from lipnext_scale.models import LipNeXt
-from lipnext_scale.progress import Progress
+
+# The largest radius that is given. No two images are as far apart, and rounding grows with it.
+FURTHEST = 1e4
 
 
-@torch.no_grad()
-def certified_radii(
-    model: LipNeXt, images: Tensor, lipschitz: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """(predicted labels, radii) of NCHW images in [0, 1]: min_{j≠top} margin_j / (K·‖w_top - w_j‖).
+@dataclass(frozen=True)
+class Guarantee:
+    """What all images of a model have in common: K, the rounding of features, ‖w_i - w_j‖."""
 
-    lipschitz: K, computed from the weights if not given. The radii are float64.
-    """
-    images = _as_the_model_takes_them(images, model.head.weight.dtype)
-    bound = lipschitz_bound(model) if lipschitz is None else lipschitz
-    return _radii(model, images, bound, head_distances(model))
+    lipschitz: float
+    rounding: Affine
+    distances: Tensor
 
 
-def _as_the_model_takes_them(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mistakes that would give a radius of something else than was meant are refused."""
-    if not isinstance(images, Tensor) or not images.is_floating_point():
-        kind = images.dtype if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f"images are {kind}: must be a floating point tensor in [0, 1]")
-    if torch.promote_types(images.dtype, dtype) != dtype:
-        raise ValueError(f"images are {images.dtype}, the weights {dtype}: use model.double()")
-    # Points somewhat outside [0, 1] are legitimate (attacks); pixels up to 255 are not.
-    if images.numel() and not bool(images.abs().max() < 16):
-        raise ValueError(f"images go up to {images.abs().max():g}: this model takes [0, 1]")
-    return images.to(dtype)
-
-
-def require_certifiable(model: LipNeXt) -> None:
-    """A bfloat16 forward pass is another function than the one that K speaks of."""
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if not dtypes <= {torch.float32, torch.float64}:
-        raise ValueError(f"a certificate needs float32 or float64 weights, not {dtypes}")
-    if model.head.weight.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        raise ValueError("a certificate needs full float32 products: TF32 is switched on")
+def guarantee(
+    model: LipNeXt, blocks: dict[int, BlockFacts], lipschitz: float | None = None
+) -> Guarantee:
+    """lipschitz: taken for K instead of the bound; what follows is then no certificate."""
+    in_order = [blocks[number] for number in range(model.config.depth)]
+    bound = network_bound(in_order)
+    rounding = feature_rounding(in_order, model.config, model.head.weight.dtype)
+    if lipschitz is not None:
+        bound = lipschitz
+    return Guarantee(bound, rounding, head_distances(model))
 
 
 @torch.no_grad()
 def head_distances(model: LipNeXt) -> Tensor:
-    """‖w_i - w_j‖ of the normalised head rows as the forward pass has them, in float64."""
+    """Upper bounds of ‖w_i - w_j‖ of the normalised head rows, in float64; 0 for equal rows."""
     weight = model.head.normalized_weight().double()
-    return torch.stack([(weight - row).norm(dim=-1) for row in weight])
+    distances = torch.stack([(weight - row).norm(dim=-1) for row in weight])
+    return distances * (1 + gamma(weight.shape[1] + 8))
 
 
-def _radii(
-    model: LipNeXt, images: Tensor, bound: float, distances: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The head is applied in float64, and the rounding of its sums is taken off every margin.
+@torch.no_grad()
+def certified_margins(model: LipNeXt, images: Tensor, known: Guarantee) -> tuple[Tensor, Tensor]:
+    """(predicted labels, radii) of NCHW images in [0, 1].
 
-    So two classes with the same row, whose exact logits tie, cannot be told apart by rounding.
+    With m_j the computed margin over class j, d_j = ‖w_top - w_j‖, E the rounding of features and
+    h that of the head, an exact margin is at least m_j - d_j·E - h. At a distance r it is lower by
+    at most K·d_j·r, and is computed with errors E' and h' there. So the prediction holds, exactly
+    and as computed, as far as
+
+        r = min_{j≠top} (m_j - h - h')/(K·d_j) - (E + E')/K,
+
+    and all errors are taken where they are largest, at the end of that distance without them.
     """
-    require_certifiable(model)
     with torch.autocast(images.device.type, enabled=False):
         features = model.features(images).double()
     weight, bias = model.head.normalized_weight().double(), model.head.bias.double()
     logits = F.linear(features, weight, bias)
     top = logits.argmax(1, keepdim=True)
-    # |fl(w·f + b) - (w·f + b)| ≤ γ·(‖w‖‖f‖ + |b|) with γ ≈ (C+2)·2⁻⁵³ and ‖w‖ ≈ 1: twice that each.
-    unit = 2 * (features.shape[1] + 2) * 2.0**-53
-    rounding = 2 * unit * (features.norm(dim=1, keepdim=True) + bias.abs().max())
-    margins = logits.gather(1, top) - logits - rounding
-    return top.squeeze(1), _smallest_ratio(margins, bound * distances, top)
+    margins, distances = logits.gather(1, top) - logits, known.lipschitz * known.distances
+
+    without = _smallest_ratio(margins, distances, top).clamp(max=FURTHEST)
+    norms = (images.double() - 0.5).flatten(1).norm(dim=1) * (1 + 1e-9) + without
+    rounding = known.rounding.at(norms)
+    sizes = features.norm(dim=1) + known.lipschitz * without + 2 * rounding
+    # |fl(w·f + b) - (w·f + b)| ≤ γ_{C+1}·(‖w‖‖f‖ + |b|) for each of two logits, and rows that are
+    # normalised to γ_{C+4}: 8·γ is more than both, and there are two places.
+    head = 16 * gamma(features.shape[1] + 8) * (sizes + bias.abs().max())
+    radii = _smallest_ratio(margins - head[:, None], distances, top)
+    radii = (radii - 2 * rounding / known.lipschitz).clamp(min=0, max=FURTHEST)
+    # The last few operations round too.
+    return top.squeeze(1), radii * (1 - 1e-14)
 
 
 def _smallest_ratio(margins: Tensor, distances: Tensor, top: Tensor) -> Tensor:
@@ -78,7 +84,7 @@ def _smallest_ratio(margins: Tensor, distances: Tensor, top: Tensor) -> Tensor:
     A class with the same row keeps its margin for ever: x/0 = ±inf. The top class is left out.
     """
     ratios = (margins / distances[top.squeeze(1)]).scatter(1, top, float("inf"))
-    return ratios.min(1).values.clamp_min(0)
+    return ratios.min(1).values.nan_to_num(nan=0.0, posinf=float("inf")).clamp_min(0)
 
 
 @torch.no_grad()
@@ -90,25 +96,3 @@ def nominal_radii(logits: Tensor, normalized_weight: Tensor) -> tuple[Tensor, Te
     top = logits.argmax(1, keepdim=True)
     margins = logits.gather(1, top) - logits
     return top.squeeze(1), _smallest_ratio(margins, class_distances(normalized_weight), top)
-
-
-@torch.no_grad()
-def evaluate_radii(
-    model: LipNeXt,
-    images: Tensor,
-    lipschitz: float | None = None,
-    batch_size: int = 512,
-    progress: Progress | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`certified_radii` of a whole set of uint8 images, batch by batch, on the CPU afterwards."""
-    weight = model.head.weight
-    bound = lipschitz_bound(model) if lipschitz is None else lipschitz
-    distances = head_distances(model)
-    labels, radii = [], []
-    for part in images.split(batch_size):
-        label, radius = _radii(model, part.to(weight.device, weight.dtype) / 255, bound, distances)
-        labels.append(label.cpu())
-        radii.append(radius.cpu())
-        if progress is not None:
-            progress.advance(len(part))
-    return torch.cat(labels), torch.cat(radii)

@@ -5,12 +5,13 @@ part of it it holds. A checkpoint is a directory that gets its name when all of 
 """
 
 from lipnext_scale.checkpoint.directory import latest_checkpoint
-from lipnext_scale.checkpoint.integrity import verify_checkpoint
+from lipnext_scale.checkpoint.integrity import SUMS, verify_checkpoint
 from lipnext_scale.checkpoint.pieces import Piece, Pieces
 from lipnext_scale.checkpoint.reader import load_pieces, read_facts, stored_shapes
 from lipnext_scale.checkpoint.writer import CheckpointWriter
 
 __all__ = [
+    "SUMS",
     "CheckpointWriter",
     "Piece",
     "Pieces",

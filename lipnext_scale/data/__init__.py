@@ -5,7 +5,7 @@ from lipnext_scale.data.catalog import Catalog, open_catalog
 from lipnext_scale.data.config import DataConfig, SyntheticConfig
 from lipnext_scale.data.evaluation import TestBatch, TestSet, rank_share
 from lipnext_scale.data.loader import Batch, Loader, StreamLoader
-from lipnext_scale.data.opening import DataSets, read_test_samples
+from lipnext_scale.data.opening import DataSets, open_test_set
 from lipnext_scale.data.samples import Samples, read_samples
 from lipnext_scale.data.shards import resolve_shards
 
@@ -22,8 +22,8 @@ __all__ = [
     "TestBatch",
     "TestSet",
     "open_catalog",
+    "open_test_set",
     "rank_share",
     "read_samples",
-    "read_test_samples",
     "resolve_shards",
 ]

@@ -1,6 +1,7 @@
 """Test images: every sample exactly once, on any number of ranks, always the same pixels."""
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,10 +62,27 @@ class TestSet(Dataset[_Made | str]):
         world_size: int = 1,
     ) -> None:
         self.catalog, self._store = catalog, SampleStore(catalog)
-        self._size, self._channels, self._resize = image_size, channels, resize
+        self._size, self._channels, self.resize = image_size, channels, resize
         self._workers = workers
         ids, counted = rank_share(len(catalog), rank, world_size)
         self._parts = list(zip(ids.split(BATCH), counted.split(BATCH), strict=True))
+
+    def in_parts(self, parts: list[Tensor]) -> "TestSet":
+        """The same set in batches of these samples, which all count."""
+        chosen = copy(self)
+        chosen._parts = [(ids, torch.ones(len(ids), dtype=torch.bool)) for ids in parts]
+        return chosen
+
+    def image(self, sample: int) -> np.ndarray:
+        """One image [H, W, C], as the model takes it."""
+        out = np.empty((self._size, self._size, self._channels), dtype=np.uint8)
+        self._fill(sample, out)
+        return out
+
+    def sample_name(self, sample: int) -> str:
+        """The file name of a sample's shard, and its key."""
+        shard, _ = self.catalog.locate(sample)
+        return f"{shard.name.rpartition('/')[2]}: {self._store.key(sample)}"
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -101,8 +119,8 @@ class TestSet(Dataset[_Made | str]):
         try:
             encoded, record = self._store.read(sample)
             image = self._store.decode(encoded, record, self._channels)
-            if self._resize:
-                image = centre_crop(resize_short_side(image, self._resize), self._size)
+            if self.resize:
+                image = centre_crop(resize_short_side(image, self.resize), self._size)
             require_size(image, self._size)
         except BadSample as reason:
             name = self._store.name(sample)

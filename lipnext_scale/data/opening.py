@@ -8,7 +8,7 @@ from lipnext_scale.data.catalog import Catalog, open_catalog
 from lipnext_scale.data.config import DataConfig
 from lipnext_scale.data.evaluation import TestSet
 from lipnext_scale.data.loader import StreamLoader
-from lipnext_scale.data.samples import Samples, load_test_set, require_fits
+from lipnext_scale.data.samples import require_fits
 from lipnext_scale.data.source import Source, SourceOptions
 
 
@@ -78,14 +78,13 @@ class DataSets:
         )
 
 
-def read_test_samples(
-    config: DataConfig, image_size: int, channels: int, num_classes: int
-) -> Samples:
-    """The test set alone, in memory, as the model takes it."""
-    catalog = _open(config, config.test, "data.test")
+def open_test_set(
+    config: DataConfig, image_size: int, channels: int, num_classes: int, key: str = "data.test"
+) -> TestSet:
+    """The test set alone, checked against what the model takes; `key` names it in messages."""
+    catalog = _open(config, config.test, key)
     require_fits(catalog, image_size, channels, num_classes, bool(config.test_resize))
-    test = TestSet(catalog, image_size, channels, config.test_resize, config.workers)
-    return load_test_set(test, config.memory_limit_gb)
+    return TestSet(catalog, image_size, channels, config.test_resize, config.workers)
 
 
 def _open(config: DataConfig, pattern: str, key: str) -> Catalog:

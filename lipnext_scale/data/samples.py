@@ -14,6 +14,7 @@ from lipnext_scale.data.store import SampleStore
 from lipnext_scale.errors import UserError
 
 _LOOKED_AT = 16
+_RESIZED_BY = {"data.test": "data.test_resize", "--data": "--resize"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def require_fits(
     for channels, height, width in [] if resized else shapes:
         if height != width or height != image_size:
             what = f"the images of {catalog.key} are {channels}×{height}×{width}"
-            way = "data.test_resize" if catalog.key == "data.test" else "augment.resize"
+            way = _RESIZED_BY.get(catalog.key, "augment.resize")
             raise ConfigError("model.image_size", image_size, f"{what}; {way} makes them fit")
     if max(shape[0] for shape in shapes) != in_channels:
         channels, height, width = max(shapes)

@@ -74,6 +74,12 @@ class Processes:
         """Every rank acts; the results of all, or the error of the first that had one."""
         return everywhere(self.host_group, action)
 
+    def each(self, action: Callable[[], Result]) -> Result:
+        """Every rank acts and keeps its own result; if one fails, all raise its error."""
+        kept: list[Result] = []
+        self.everywhere(lambda: kept.append(action()))
+        return kept[0]
+
     def gather_objects(self, value: Result) -> list[Result]:
         return self.everywhere(lambda: value)
 

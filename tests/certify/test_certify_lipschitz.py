@@ -21,7 +21,8 @@ def near_orthogonal(dimension: int, seed: int, singular_values: torch.Tensor) ->
     return u * singular_values @ v
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
 @given(
     dimension=st.integers(1, 40),
     seed=st.integers(0, 2**31),
@@ -43,10 +44,10 @@ def test_the_bound_is_never_below_the_true_norm(
 
 
 def test_the_bound_is_tight_for_a_matrix_as_training_leaves_it() -> None:
-    """A float32 orthogonal matrix of width 256: within 1e-7 of its true norm."""
+    """A float32 orthogonal matrix of width 256: within 5e-7 of its true norm."""
     matrix = random_orthogonal(256, torch.Generator().manual_seed(0))
     true = torch.linalg.matrix_norm(matrix.double(), ord=2).item()
-    assert 0 <= spectral_norm_bound(matrix) - true < 1e-7
+    assert 0 <= spectral_norm_bound(matrix) - true < 5e-7
 
 
 def test_one_large_singular_value_is_found() -> None:

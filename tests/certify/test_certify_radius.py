@@ -1,9 +1,14 @@
 """Certified radii: the formula, its edge cases, and the figures made of it."""
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lipnext_scale.certify import certified_radii, certified_share, evaluate_radii
+from lipnext_scale.certify import Certifier, SampleResults, certified_radii
+from lipnext_scale.certify.radius import FURTHEST
+from lipnext_scale.certify.results import wilson_interval
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 
 
@@ -46,7 +51,7 @@ def test_a_tie_has_radius_zero() -> None:
 
 
 def test_a_class_with_the_same_row_but_a_lower_bias_never_overtakes() -> None:
-    """Two classes whose logits differ by a constant: the radius is infinite between them."""
+    """Two classes whose logits differ by a constant: the radius is as large as any is given."""
     model, images = (
         LipNeXt(LipNeXtConfig(1, 8, 4, 2, 1, 2), seed=0).double(),
         torch.rand(3, 1, 4, 4),
@@ -55,24 +60,36 @@ def test_a_class_with_the_same_row_but_a_lower_bias_never_overtakes() -> None:
         model.head.weight[1] = model.head.weight[0]
         model.head.bias[0] = 1.0
     labels, radii = certified_radii(model, images.double())
-    assert (labels == 0).all() and radii.isinf().all()
+    assert (labels == 0).all() and (radii > 0.99 * FURTHEST).all()
 
 
-def test_a_whole_set_in_batches_equals_one_call() -> None:
-    """uint8 images, batch by batch, the last one smaller."""
+def test_bytes_are_pixels_of_255() -> None:
+    """uint8 images are what they mean; a Certifier gives what the function gives."""
     model = small_model()
     images = torch.randint(0, 256, (23, 1, 8, 8), dtype=torch.uint8)
-    labels, radii = evaluate_radii(model, images, batch_size=5)
+    labels, radii = Certifier(model)(images)
     expected_labels, expected = certified_radii(model, images.double() / 255)
-    assert torch.equal(labels, expected_labels)
-    torch.testing.assert_close(radii, expected, rtol=1e-12, atol=0)
+    assert torch.equal(labels, expected_labels) and torch.equal(radii, expected)
 
 
 def test_certified_accuracy_counts_what_is_right_and_far_enough() -> None:
-    predictions, labels = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 0])
-    radii = torch.tensor([0.5, 0.2, 0.1, 9.0], dtype=torch.float64)
-    shares = [certified_share(predictions, radii, labels, e) for e in (0.0, 0.1, 0.2, 0.3, 0.6)]
-    assert shares == [0.75, 0.75, 0.5, 0.25, 0.0]
+    results = SampleResults(
+        np.array([0, 1, 2, 0]), np.array([0, 1, 2, 3]), np.array([0.5, 0.2, 0.1, 9.0])
+    )
+    assert [results.share(e) for e in (0.0, 0.1, 0.2, 0.3, 0.6)] == [0.75, 0.75, 0.5, 0.25, 0.0]
+    assert results.of_class(0).share() == 0.5
+
+
+@given(total=st.integers(1, 50_000), share=st.floats(0, 1))
+def test_the_interval_is_around_the_share_and_shrinks_with_its_root(total, share) -> None:
+    hits = round(share * total)
+    low, high = wilson_interval(hits, total)
+    assert 0 <= low <= hits / total <= high <= 1 and 0 < high - low < 2.2 / total**0.5
+
+
+def test_a_known_interval() -> None:
+    """Wilson's for 81 of 263, as the literature has it: 0.2553 to 0.3662 (Newcombe 1998)."""
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
 
 
 def test_bfloat16_is_not_certified() -> None:

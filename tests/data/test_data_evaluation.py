@@ -16,8 +16,8 @@ from lipnext_scale.data import (
     TestSet,
     evaluation,
     open_catalog,
+    open_test_set,
     rank_share,
-    read_test_samples,
 )
 from lipnext_scale.data.augment import centre_crop, resize_short_side
 from lipnext_scale.data.samples import require_fits
@@ -59,12 +59,12 @@ def test_test_images_are_resized_and_cut_in_the_middle(tmp_path):
         members += [(f"{i}.cls", b"0"), (f"{i}.png", encode(noise(*shape, seed=i)))]
     path = write_tar(tmp_path / "a.tar", members)
     config = DataConfig(path, path, test_resize=12)
-    samples = read_test_samples(config, image_size=10, channels=3, num_classes=1)
+    test = open_test_set(config, image_size=10, channels=3, num_classes=1)
     for i, shape in enumerate(shapes):
         image = noise(*shape, seed=i)
         image = image if image.ndim == 3 else np.repeat(image[:, :, None], 3, 2)
         expected = centre_crop(resize_short_side(image, 12), 10).transpose(2, 0, 1)
-        assert np.array_equal(samples.images[i].numpy(), expected)
+        assert np.array_equal(test.image(i).transpose(2, 0, 1), expected)
 
 
 def make_set(directory: Path, shape: tuple[int, ...], label: int = 0) -> str:

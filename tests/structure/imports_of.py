@@ -85,9 +85,12 @@ def component(module: str) -> str:
 
 
 def component_imports() -> dict[str, set[str]]:
-    """component → the other components that any of its modules imports."""
+    """component → the other components that any of its modules imports, its command left out: that
+    stands above all of them, and nothing imports it."""
     graph: dict[str, set[str]] = {}
     for module in modules():
+        if module.endswith(".__main__"):
+            continue
         graph.setdefault(component(module), set()).update(
             component(found) for found in own_imports(module)
         )

@@ -33,7 +33,8 @@ FORBIDDEN = {
     "optim": {"data", "parallel", "trainer", "certify", "train"},
     "parallel": {"trainer", "train", "certify", "data", "run_state", "weights"},
     "recipe": {"trainer", "train", "run_directory"},
-    "certify": {"trainer", "train", "parallel"},
+    "certify": {"trainer", "train"},
+    "attack": {"trainer", "train"},
     "export": {"trainer", "train", "parallel", "data", "certify"},
     "metrics": {"trainer", "train"},
 }

@@ -1,0 +1,94 @@
+"""`Certifier`: a model that says how far each of its predictions is proven to hold.
+
+certifier = Certifier.load("digits.safetensors")
+labels, radii = certifier(images)
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lipnext_scale.certify.layers import BlockFacts, measure_blocks
+from lipnext_scale.certify.loading import load_model
+from lipnext_scale.certify.radius import certified_margins, guarantee
+from lipnext_scale.models import LipNeXt
+
+
+class Certifier:
+    """model: in float32 or float64, the arithmetic that is certified.
+
+    blocks: the facts of its blocks if they are known. lipschitz: a number to take for K instead of
+    the proven bound, for experiments: the radii are then no certificate.
+    """
+
+    def __init__(
+        self,
+        model: LipNeXt,
+        blocks: dict[int, BlockFacts] | None = None,
+        lipschitz: float | None = None,
+    ) -> None:
+        require_certifiable(model)
+        self.model = model.eval()
+        self.assumed = lipschitz is not None
+        self._known = guarantee(model, blocks or measure_blocks(model), lipschitz)
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "Certifier":
+        """Of a run directory, a checkpoint or an export, in float64."""
+        return cls(load_model(path).to(device, torch.float64))
+
+    @property
+    def lipschitz_bound(self) -> float:
+        """K, proven from the stored weights."""
+        return self._known.lipschitz
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.head.weight.dtype
+
+    def feature_rounding(self) -> float:
+        """How far computed features can be from exact ones, for the images furthest from grey."""
+        config = self.model.config
+        corner = torch.tensor(config.in_channels * config.image_size**2 / 4.0).sqrt()
+        return self._known.rounding.at(corner.double()).item()
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(labels, radii) of NCHW images, floating point in [0, 1] or uint8; radii are float64.
+
+        No image within a label's radius, in the l2 norm of pixels in [0, 1], has another label.
+        """
+        device = self.model.head.weight.device
+        if isinstance(images, Tensor) and images.dtype == torch.uint8:
+            images = images.to(device, self.dtype) / 255
+        images = _as_the_model_takes_them(images, self.dtype).to(device)
+        return certified_margins(self.model, images, self._known)
+
+
+def certified_radii(
+    model: LipNeXt, images: Tensor, lipschitz: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(labels, radii) of images; a `Certifier` saves measuring the weights each time."""
+    return Certifier(model, lipschitz=lipschitz)(images)
+
+
+def _as_the_model_takes_them(images: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mistakes that would give a radius of something else than was meant are refused."""
+    if not isinstance(images, Tensor) or not images.is_floating_point():
+        kind = images.dtype if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f"images are {kind}: must be a tensor, uint8 or floating point in [0, 1]")
+    if torch.promote_types(images.dtype, dtype) != dtype:
+        raise ValueError(f"images are {images.dtype}, the weights {dtype}: use model.double()")
+    # Points somewhat outside [0, 1] are legitimate (attacks); pixels up to 255 are not.
+    if images.numel() and not bool(images.abs().max() < 16):
+        raise ValueError(f"images go up to {images.abs().max():g}: this model takes [0, 1]")
+    return images.to(dtype)
+
+
+def require_certifiable(model: LipNeXt) -> None:
+    """A bfloat16 forward pass is another function than the one that K speaks of."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
+        raise ValueError(f"a certificate needs float32 or float64 weights, not {dtypes}")
+    if model.head.weight.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        raise ValueError("a certificate needs full float32 products: TF32 is switched on")

@@ -1,0 +1,152 @@
+"""`python -m lipnext_scale.attack`: what it writes, what it finds, what it refuses."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gloo import run_processes
+from sets_making import write_set
+from shard_making import noise
+from tight_models import broken_model
+
+from lipnext_scale.attack.__main__ import main
+from lipnext_scale.certify import load_model
+from lipnext_scale.weights import save_export
+
+# The sample that the broken model was made for.
+WEAK = 3
+QUICK = ["--steps", "8", "--restarts", "1"]
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The arguments that name a broken model and a set of 9 images in two shards."""
+    directory = tmp_path_factory.mktemp("attack")
+    shards = write_set(directory / "set", [5, 4], "test", (4, 4), classes=2)
+    image = torch.from_numpy(noise(4, 4, seed=WEAK))[None].double() / 255
+    export = directory / "broken.safetensors"
+    save_export(broken_model(image), export)
+    return ["--model", str(export), "--data", shards]
+
+
+def test_a_broken_model_is_caught_with_k_assumed_to_be_one(
+    broken: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1 and one line with the sample; the files hold a change inside the radius."""
+    with pytest.raises(SystemExit) as stopped:
+        main([*broken, *QUICK, "--out", str(tmp_path), "--assume-lipschitz", "1"])
+    assert stopped.value.code == 1
+    said = capsys.readouterr()
+    assert "NO CERTIFICATE: K = 1 is assumed" in said.out
+    failure = said.err.strip().splitlines()[-1]
+    assert failure.startswith("failed: ") and "test-000000.tar: sample 000003" in failure
+    told = json.loads((tmp_path / "attack.json").read_text())
+    assert told["lipschitz_assumed"] and told["lipschitz_bound"] == 1.0
+    first = told["violations"][0]
+    assert first["sample"] == WEAK and first["name"].endswith("test-000000.tar: sample 000003")
+    assert first["distance"] <= first["radius"] and first["label_before"] != first["label_after"]
+    with np.load(tmp_path / "violations.npz") as stored:
+        assert stored["samples"].tolist() == [entry["sample"] for entry in told["violations"]]
+        model = load_model(broken[1]).double()
+        before, after = (torch.from_numpy(stored[name]) for name in ("images", "attacked"))
+        assert model(before).argmax(1).tolist() == stored["labels"].tolist()
+        assert model(after).argmax(1).tolist() == stored["predictions"].tolist()
+        distances = (after - before).flatten(1).norm(dim=1).numpy()
+        np.testing.assert_allclose(distances, stored["distances"], rtol=1e-12)
+        assert (distances <= stored["radii"]).all()
+        assert (stored["labels"] != stored["predictions"]).all()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attack.json", "violations.npz"]
+
+
+def test_the_same_model_passes_with_its_own_bound(
+    broken: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """K is 1.05, nothing is found, and violations of an earlier attack are not left behind."""
+    (tmp_path / "violations.npz").write_bytes(b"of an earlier attack")
+    main([*broken, *QUICK, "--out", str(tmp_path), "--radii", "0.01", "36/255"])
+    told = json.loads((tmp_path / "attack.json").read_text())
+    assert told["violations"] == [] and not told["lipschitz_assumed"]
+    assert told["lipschitz_bound"] == pytest.approx(1.05, abs=1e-5)
+    assert [path.name for path in tmp_path.iterdir()] == ["attack.json"]
+    assert list(told["radii"]) == ["0.01", repr(36 / 255)]
+    for found in told["radii"].values():
+        assert found["certified"] <= found["robust"] <= told["clean_accuracy"]
+        assert found["interval"][0] <= found["robust"] <= found["interval"][1]
+    assert told["attacked"] == 9 and told["attacks_inside_the_radius"] == 18
+    assert (told["methods"], told["steps"], told["restarts"]) == (["pgd", "apgd"], 8, 1)
+    printed = capsys.readouterr().out
+    assert "ε = 36/255" in printed and "samples that change inside it: 0" in printed
+
+
+def test_some_samples_evenly_spaced(broken: list[str], tmp_path: Path) -> None:
+    """Three of nine are 0, 3 and 6, and what they get does not depend on the others."""
+    for name, choice in (("all", []), ("some", ["--samples", "3"])):
+        with pytest.raises(SystemExit):
+            out = ["--out", str(tmp_path / name)]
+            main([*broken, *QUICK, *choice, *out, "--assume-lipschitz", "1", "--methods", "pgd"])
+    some, every = (
+        json.loads((tmp_path / name / "attack.json").read_text()) for name in ("some", "all")
+    )
+    assert some["attacked"] == 3 and some["attacks_inside_the_radius"] == 3
+    expected = [entry for entry in every["violations"] if entry["sample"] % 3 == 0]
+    assert [entry["sample"] for entry in some["violations"]] == [e["sample"] for e in expected]
+    for one, other in zip(some["violations"], expected, strict=True):
+        assert one["distance"] == pytest.approx(other["distance"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--samples", "0"], "--samples 0"),
+        (["--samples", "10"], "1 to 9"),
+        (["--methods", "fgsm"], "fgsm"),
+        (["--radii", "far"], "--radii far"),
+        (["--steps", "0"], "--steps 0"),
+        (["--restarts", "0"], "--restarts 0"),
+        (["--inside", "1.5"], "--inside 1.5"),
+        (["--inside", "half"], "--inside half"),
+        (["--assume-lipschitz", "-1"], "--assume-lipschitz"),
+        (["--assume-lipschitz", "0"], "--assume-lipschitz 0"),
+        (["--model", "nothing"], "nothing"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_exit_code_2(
+    broken: list[str],
+    tmp_path: Path,
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The argument, its value, and nothing written."""
+    with pytest.raises(SystemExit) as stopped:
+        main([*broken, "--out", str(tmp_path / "out"), *arguments])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ") and said in line
+    assert not (tmp_path / "out").exists()
+
+
+def exit_code(rank: int, world_size: int, arguments: list[str]) -> object:
+    """Of the command, run by each of several processes."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    return stopped.value.code
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(tmp_path: Path, broken: list[str]) -> None:
+    """600 images in three chunks: the same bytes and the same exit code on both."""
+    shards = write_set(tmp_path / "set", [350, 250], "test", (4, 4), classes=2)
+    arguments = [*broken[:2], "--data", shards, *QUICK, "--assume-lipschitz", "1", "--device=cpu"]
+    written = []
+    for processes in (1, 2):
+        out = tmp_path / f"by-{processes}"
+        codes = run_processes(processes, exit_code, [*arguments, "--out", str(out)])
+        assert codes == [1] * processes
+        assert sorted(path.name for path in out.iterdir()) == ["attack.json", "violations.npz"]
+        written.append((out / "attack.json").read_bytes())
+    assert written[0] == written[1]
+    told = json.loads(written[0])
+    assert told["attacked"] == 600 and len(told["violations"]) > 1

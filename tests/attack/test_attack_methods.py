@@ -1,0 +1,160 @@
+"""PGD and Auto-PGD: inside ball and box, near the optimum, and the same in every batch."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tight_models import tight_model
+from torch import Tensor
+
+from lipnext_scale.attack import METHODS, random_starts, search_copy, smallest_margins
+from lipnext_scale.attack.apgd import checkpoints
+from lipnext_scale.certify import certified_radii
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+
+each_method = pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+Method = Callable[..., Tensor]
+
+
+def images_of(count: int, side: int = 4, seed: int = 0) -> Tensor:
+    return torch.rand(count, 1, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+def starts_of(images: Tensor, restart: int = 0) -> Tensor:
+    return random_starts(images[0].shape, 0, torch.arange(len(images)), restart, 0).to(images)
+
+
+def linear_model(classes: int, seed: int = 0) -> Callable[[Tensor], Tensor]:
+    rows = torch.randn(classes, 16, generator=torch.Generator().manual_seed(seed)).double()
+    return lambda images: F.linear(images.flatten(1), rows)
+
+
+def boundary_distances(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """Of a linear model: min_j margin_j/‖gradient of margin_j‖."""
+    logits = model(images)
+    labels = logits.argmax(1, keepdim=True)
+    rows = torch.autograd.functional.jacobian(lambda x: model(x[None])[0], images[0]).flatten(1)
+    ratios = (logits.gather(1, labels) - logits) / torch.cdist(rows[labels[:, 0]], rows)
+    return ratios.scatter(1, labels, float("inf")).min(1).values
+
+
+@each_method
+@pytest.mark.parametrize("classes", [2, 5])
+def test_comes_close_to_the_optimum_where_that_is_known(method: Method, classes: int) -> None:
+    """A linear model: with 3 % more than the distance to the boundary all change, with less none.
+
+    With five classes the smallest margin need not be that of the nearest boundary, so there some
+    may be missed.
+    """
+    model, images = linear_model(classes), images_of(40).double()
+    labels, distances = model(images).argmax(1), boundary_distances(model, images)
+    for factor, share in ((0.999, 0.0), (1.03, 1.0 if classes == 2 else 0.85)):
+        delta = method(model, images, labels, factor * distances, starts_of(images), steps=20)
+        changed = (smallest_margins(model(images + delta), labels) < 0).double().mean()
+        assert changed == 0 if share == 0 else changed >= share
+
+
+@each_method
+def test_finds_a_valley_inside_the_ball(method: Method) -> None:
+    """A margin of |y - c|² with c within the ball: steps get short, and end near c."""
+    images, radius = images_of(20).double(), 2.0
+    valley = images + 0.3 * starts_of(images, restart=5) * radius
+    labels, limits = torch.zeros(20, dtype=torch.int64), torch.full((20,), radius)
+
+    def model(attacked: Tensor) -> Tensor:
+        squares = (attacked - valley).flatten(1).square().sum(1)
+        return torch.stack([squares, torch.zeros_like(squares)], 1)
+
+    delta = method(model, images, labels, limits, starts_of(images), steps=40)
+    assert ((images + delta - valley).flatten(1).norm(dim=1) < 0.03 * radius).all()
+
+
+@each_method
+def test_breaks_most_at_a_few_times_the_radius(method: Method) -> None:
+    """A network with kinks, several tokens and classes, at three times the radius it certifies."""
+    model, images = tight_model(1, image_size=8, num_classes=5), images_of(60, side=8).double()
+    labels, radii = certified_radii(model, images)
+    delta = method(model, images, labels, 3 * radii, starts_of(images), steps=20)
+    assert (smallest_margins(model(images + delta), labels) < 0).double().mean() > 0.9
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    name=st.sampled_from(list(METHODS)),
+    seed=st.integers(0, 2**32),
+    steps=st.integers(1, 6),
+    clip=st.booleans(),
+    extreme=st.booleans(),
+    radii=st.lists(st.floats(0, 30), min_size=1, max_size=4),
+)
+def test_stays_inside_the_ball_and_the_box(
+    name: str, seed: int, steps: int, clip: bool, extreme: bool, radii: list[float]
+) -> None:
+    """For every radius, 0 too; images in the corners of the box too."""
+    images = images_of(len(radii), seed=seed)
+    images = images.round() if extreme else images
+    limits = torch.tensor(radii)
+    model = LipNeXt(LipNeXtConfig(2, 8, 4, 2, 1, 3), seed=0)
+    labels = model(images).argmax(1)
+    delta = METHODS[name](model, images, labels, limits, starts_of(images), steps, clip)
+    assert delta.isfinite().all()
+    assert (delta.flatten(1).norm(dim=1) <= limits * (1 + 1e-5)).all()
+    if clip:
+        attacked = images + delta
+        assert attacked.min() >= -1e-6 and attacked.max() <= 1 + 1e-6
+
+
+@each_method
+def test_the_best_point_on_the_way_is_kept(method: Method) -> None:
+    """No returned margin is above that of the start, nor that of a search with fewer steps."""
+    model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 1, 5), seed=1).double()
+    images = images_of(30, side=8).double()
+    labels, limits = model(images).argmax(1), torch.full((30,), 0.5)
+    seen: list[Tensor] = []
+
+    def watched(attacked: Tensor) -> Tensor:
+        logits = model(attacked)
+        seen.append(smallest_margins(logits.detach(), labels))
+        return logits
+
+    delta = method(watched, images, labels, limits, starts_of(images), steps=7)
+    final = smallest_margins(model(images + delta), labels)
+    assert len(seen) == 8  # the start and each of the seven moves
+    torch.testing.assert_close(final, torch.stack(seen).min(0).values, rtol=0, atol=1e-12)
+
+
+def test_step_lengths_are_looked_at_where_the_paper_does() -> None:
+    """The first after 22 %, then in stretches that shrink by 3 % down to 6 %."""
+    assert checkpoints(100) == [22, 41, 57, 70, 80, 87, 93, 99]
+    assert checkpoints(1) == [1] and checkpoints(10)[0] == 3
+
+
+def test_a_start_depends_on_the_sample_alone_and_not_on_its_batch() -> None:
+    """Sample 7 begins at the same place with others and alone; restarts, seeds, methods differ."""
+    together = random_starts((1, 4, 4), 0, torch.tensor([3, 7, 9]), 1, 0)
+    alone = random_starts((1, 4, 4), 0, torch.tensor([7]), 1, 0)
+    assert torch.equal(together[1], alone[0])
+    assert (together.flatten(1).norm(dim=1) <= 1).all()
+    for other in ((1, 1, 0), (0, 0, 0), (0, 1, 1)):
+        seed, restart, stream = other
+        assert not torch.equal(
+            alone, random_starts((1, 4, 4), seed, torch.tensor([7]), restart, stream)
+        )
+
+
+@pytest.mark.parametrize("layout", ["bank", "row"])
+@pytest.mark.parametrize("parametrisation", ["product", "merged"])
+def test_the_copy_to_search_with_is_the_same_function(parametrisation: str, layout: str) -> None:
+    """In float32, without gradients of weights; the model itself stays as it was."""
+    config = LipNeXtConfig(3, 16, 8, 2, 1, 5, parametrisation=parametrisation)
+    model = LipNeXt(config, seed=0, layout=layout).double()
+    before = [parameter.clone() for parameter in model.parameters()]
+    copy, images = search_copy(model), images_of(5, side=8)
+    torch.testing.assert_close(copy(images), model(images.double()).float(), rtol=0, atol=1e-5)
+    assert {p.dtype for p in copy.parameters()} == {torch.float32}
+    assert not any(p.requires_grad for p in copy.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(p.requires_grad for p in model.parameters())
