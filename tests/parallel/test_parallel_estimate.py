@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from count_runs import Counted, count_steps, least_left, small_trainers
+from count_runs import Counted, count_steps, small_trainers, usually_left
 from gloo import run_processes
 
 from lipnext_scale.parallel import FSDPEngine
@@ -165,7 +165,7 @@ def leave(rank: int, world: int, directory: Path, cases: list[list[str]]) -> lis
     for trainer in small_trainers(directory, cases):
         trainer.train_step(next(iter(trainer.loader)))
         forward = partial(trainer.engine.forward, images)
-        left = least_left(forward, partial(go_back, trainer))
+        left = usually_left(forward, partial(go_back, trainer))
         pairs.append(Pair(left, estimate_for(trainer).gathered))
     return pairs
 
@@ -196,7 +196,7 @@ def hold(rank: int, world: int, directory: Path, cases: list[list[str]]) -> list
         for batch in islice(trainer.loader, 2):
             trainer.train_step(batch)
         trainer.optimizers.zero_grad()
-        held = least_left(partial(part, trainer, last=False), partial(last_part, trainer))
+        held = usually_left(partial(part, trainer, last=False), partial(last_part, trainer))
         with_gradients, config = estimate_for(trainer).gathered, trainer.engine.config
         trainer.engine.config = replace(config, reduce_every_part=True)
         pairs.append(Pair(held, with_gradients - estimate_for(trainer).gathered))
