@@ -32,6 +32,8 @@ from lipnext_scale.data.rand_augment import OPERATIONS, magnitude_of
 from lipnext_scale.data.rand_augment_reference import apply_reference
 
 SIZE, BATCH, SHORT_SIDES = 224, 64, (224, 288)
+# Workers take turns, so the slower one sets the pace: what is made ahead evens out a noisy machine.
+PREFETCH = 8
 BARE = "bare decode, crop, resize"
 OURS, RECIPE = "lipnext_scale", "lipnext_scale, RandAugment"
 PILLOW, PILLOW_RECIPE = "webdataset + Pillow", "webdataset + Pillow, RandAugment"
@@ -52,7 +54,14 @@ def make_images(directory: Path, count: int = 1000) -> None:
 def make_loader(shards: str, workers: int, rand_augment: float) -> StreamLoader:
     augment = AugmentConfig(SHORT_SIDES, flip=True, rand_augment=rand_augment)
     config = DataConfig(
-        shards, shards, BATCH, augment, test_resize=256, workers=workers, verify=False
+        shards,
+        shards,
+        BATCH,
+        augment,
+        test_resize=256,
+        workers=workers,
+        prefetch=PREFETCH,
+        verify=False,
     )
     return DataSets(config, SIZE, 3, 1000).training_loader(seed=0)
 
@@ -127,7 +136,7 @@ def ffcv_batches(path: Path, workers: int) -> Iterator[int]:
 
 def rate_of(batches: Iterator[int], workers: int) -> Callable[[float], float]:
     def rate(seconds: float) -> float:
-        for _ in range(3 * workers + 2):  # what was made ahead while others were measured
+        for _ in range((PREFETCH + 1) * workers + 2):  # made ahead while others were measured
             next(batches)
         images, began = 0, time.perf_counter()
         while time.perf_counter() - began < seconds:
