@@ -52,19 +52,23 @@ def open_subject(arguments: argparse.Namespace) -> Subject:
     path = Path(arguments.run or arguments.model)
     model = load_model(path)
     run = run_of(path)
-    config = _data_config(arguments, run)
+    config = _data_config(arguments, path, run)
     takes = model.config
+    if arguments.resize is not None and 0 < arguments.resize < takes.image_size:
+        raise UserError(f"--resize {arguments.resize}: must be 0 or at least {takes.image_size}")
     key = "--data" if arguments.data else "data.test"
     test = open_test_set(config, takes.image_size, takes.in_channels, takes.num_classes, key)
-    return Subject(path, model, weights_digest(model), test, config.test, _out(arguments, run))
+    return Subject(
+        path, model, weights_digest(model), test, config.test, _out(arguments, path, run)
+    )
 
 
-def _data_config(arguments: argparse.Namespace, run: RunDirectory | None) -> DataConfig:
+def _data_config(arguments: argparse.Namespace, path: Path, run: RunDirectory | None) -> DataConfig:
     """That of the run with what the arguments change; only the test set counts."""
     recorded = run.recipe().data if run is not None else None
     pattern = arguments.data or (recorded.test if recorded is not None else None)
     if pattern is None:
-        raise UserError(f"--model {arguments.model}: needs --data with the shards of a test set")
+        raise UserError(f"{path}: is an export and needs --data, the shards of a test set")
     resize, workers = arguments.resize, arguments.workers
     if recorded is not None:
         resize = recorded.test_resize if resize is None else resize
@@ -78,13 +82,13 @@ def _data_config(arguments: argparse.Namespace, run: RunDirectory | None) -> Dat
     )
 
 
-def _out(arguments: argparse.Namespace, run: RunDirectory | None) -> Path:
+def _out(arguments: argparse.Namespace, path: Path, run: RunDirectory | None) -> Path:
     if arguments.out is not None:
         out = arguments.out
     elif run is not None:
         out = run.path
     else:
-        out = Path(f"{str(arguments.model).removesuffix(SUFFIX)}-certificate")
+        out = Path(f"{str(path).removesuffix(SUFFIX)}-certificate")
     if out.is_file():
         raise UserError(f"--out {out}: is a file; must be a directory")
     return out

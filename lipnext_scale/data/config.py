@@ -52,7 +52,7 @@ class DataConfig:
     verify: bool = True
     # Where copies of remote shards are kept; empty: the user's cache directory.
     cache_dir: str = ""
-    # What the compressed shards of a set, and a test set to be certified, may take in memory.
+    # What the compressed shards of a set may take in memory.
     memory_limit_gb: float = 8.0
 
     def __post_init__(self) -> None:

@@ -1,27 +1,15 @@
 """Made-up results with a certificate of them, for tests of the report."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from lipnext_scale.attack import AttackExample
 from lipnext_scale.certify.report import ReportInputs
 from lipnext_scale.certify.results import SampleResults, wilson_interval
 
 EPSILONS = (36 / 255, 72 / 255, 0.5)
-
-
-@dataclass(frozen=True)
-class Attack:
-    sample: int
-    image: Tensor
-    attacked: Tensor
-    distance: float
-    radius: float
-    label_before: int
-    label_after: int
 
 
 def made_up(classes: int, samples: int = 200, right: float = 0.8) -> SampleResults:
@@ -86,8 +74,8 @@ def inputs_of(classes: int = 10, right: float = 0.8, samples: int = 200) -> Repo
     )
 
 
-def attack_of(distance: float, radius: float, grey: bool = False) -> Attack:
+def attack_of(distance: float, radius: float, grey: bool = False) -> AttackExample:
     image = torch.full((1 if grey else 3, 32, 32), 0.5, dtype=torch.float64)
     change = torch.zeros_like(image)
     change[0, 3, 4] = distance
-    return Attack(7, image, image + change, distance, radius, 2, 5)
+    return AttackExample(7, image, image + change, distance, radius, 2, 5)

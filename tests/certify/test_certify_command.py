@@ -196,7 +196,11 @@ GOOD = ["--model", "m.safetensors", "--data", "TEST"]
     [
         (["--run", "nowhere"], "nowhere"),
         ([], "either --run DIR or --model PATH"),
-        (["--model", "m.safetensors"], "needs --data"),
+        (["--model", "m.safetensors"], "m.safetensors: is an export and needs --data"),
+        (["--run", "m.safetensors"], "m.safetensors: is an export and needs --data"),
+        ([*GOOD, "--workers", "-1"], "workers = -1"),
+        ([*GOOD, "--resize", "4"], "--resize 4: must be 0 or at least 8"),
+        ([*GOOD, "--device", "tpu"], "tpu"),
         (["--model", "nan.safetensors", "--data", "TEST"], "not finite"),
         (["--model", "cut.safetensors", "--data", "TEST"], "cut.safetensors: is not a readable"),
         (["--model", "m.safetensors", "--data", "larger.tar"], "--data are 3×9×9; --resize makes"),
