@@ -22,18 +22,19 @@ import torch
 import webdataset
 from PIL import Image
 
+from benchmarks import resume
 from benchmarks.timing import machine
 from data_prep import imagenet
 from lipnext_scale.bench.loading import bare_rate, mixing, resume_seconds
 from lipnext_scale.cpu import keep_freed_memory
 from lipnext_scale.data import AugmentConfig, DataConfig, DataSets, StreamLoader, resolve_shards
-from lipnext_scale.data.order import Order, OrderConfig
 from lipnext_scale.data.rand_augment import OPERATIONS, magnitude_of
 from lipnext_scale.data.rand_augment_reference import apply_reference
 
 SIZE, BATCH, SHORT_SIDES = 224, 64, (224, 288)
-# Workers take turns, so the slower one sets the pace: what is made ahead evens out a noisy machine.
-PREFETCH = 8
+PREFETCH = DataConfig.prefetch
+# Seconds until the workers of the loader measured before have made their batches ahead and rest.
+REST = 1.5
 BARE = "bare decode, crop, resize"
 OURS, RECIPE = "lipnext_scale", "lipnext_scale, RandAugment"
 PILLOW, PILLOW_RECIPE = "webdataset + Pillow", "webdataset + Pillow, RandAugment"
@@ -210,6 +211,7 @@ def main() -> None:
         for number in range(arguments.rounds):
             # There and back, lest a machine that slows down favours whoever is first.
             for name in list(runs)[:: -1 if number % 2 else 1]:
+                time.sleep(REST)
                 rates[name].append(runs[name](arguments.seconds))
         print(f"{machine()}; {arguments.workers} workers, batches of {BATCH}, {SIZE} px")
         report(rates)
@@ -218,16 +220,7 @@ def main() -> None:
         print(f"  class entropy of a batch: {found:.3f} bits, drawn at random {ideal:.3f}")
         placed, first = resume_seconds(lambda: make_loader(shards, arguments.workers, 0.0), 10**5)
         print(f"  a new loader at step 100,000: {placed:.3f} s, its first batch {first:.3f} s")
-        late_step()
-
-
-def late_step() -> None:
-    """Where step 100,000 of one epoch reads, in an order of 26 million samples in 2,600 shards."""
-    began = time.perf_counter()
-    order = Order([10_000] * 2600, OrderConfig(batch_size=256, block=40), seed=0)
-    order.ids(3, 100_000)
-    seconds = time.perf_counter() - began
-    print(f"  step 100,000 of an epoch of {order.steps_per_epoch:,} steps: {seconds:.3f} s")
+        resume.measure()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Before a run: the shards are whole, and all ranks read the same samples."""
 
-from pathlib import Path
-
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data import Catalog
 from lipnext_scale.data.integrity import check_shards, unchecked_shards
@@ -22,14 +20,15 @@ def require_same_samples(catalogs: list[Catalog], processes: Processes) -> None:
 
 
 def require_whole_shards(
-    catalogs: list[Catalog], processes: Processes, remembered: Path
+    catalogs: list[Catalog], processes: Processes, known: frozenset[str]
 ) -> list[str]:
     """Hash every shard that has an index, the ranks of a node in turns, and compare.
 
-    remembered: the stamps of shards that an earlier start of the run found whole; those that have
-    not changed since are not read again. Returns all stamps of this start, of all nodes.
+    known: the stamps of files that an earlier start of the run found whole; those that have not
+    changed since are not read again. Returns all stamps of this start, of all nodes, also those of
+    the indexes, which were compared when the catalogs were opened.
     """
-    known = set(remembered.read_text("utf-8").splitlines()) if remembered.is_file() else set()
+    indexes = [stamp for catalog in catalogs for stamp in catalog.index_stamps]
     shards = unchecked_shards(catalogs, known)
     mine = shards[processes.local_rank :: processes.local_world_size]
     total = sum(shard.bytes for shard in mine)
@@ -44,6 +43,6 @@ def require_whole_shards(
         progress.advance((done + size) // _MEGABYTE - done // _MEGABYTE)
         done += size
 
-    found = processes.everywhere(lambda: check_shards(mine, advance))
+    found = processes.everywhere(lambda: indexes + check_shards(mine, advance))
     progress.close()
     return sorted(known.union(*found))

@@ -19,6 +19,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.checked_shards = self.path / "checked_shards.txt"
+        self.bad_samples = self.path / "bad_samples.txt"
         self.certificate = self.path / "certificate.json"
         self.samples = self.path / "samples.csv"
         self.report = self.path / "report.html"
@@ -34,6 +35,13 @@ class RunDirectory:
             raise self._not_writable(error) from None
         if there:
             self._check_same_run(recipe)
+
+    def whole_files(self) -> frozenset[str]:
+        """Stamps of shards and indexes that earlier starts of the run found whole."""
+        try:
+            return frozenset(self.checked_shards.read_text("utf-8").splitlines())
+        except (OSError, ValueError):  # there is none, or it is damaged: all are looked at
+            return frozenset()
 
     def open_for(self, recipe: Recipe, checked_shards: list[str]) -> None:
         """Make the directory; write the resolved configuration and what shards were checked."""

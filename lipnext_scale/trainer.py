@@ -38,7 +38,9 @@ class Trainer:
         self.processes = self.engine.processes
         self.directory = RunDirectory(recipe.run.dir)
         self.loader = self._build_loader()
-        self.bad_samples = BadSamples(recipe.data.bad_sample_limit)
+        self.bad_samples = BadSamples(
+            recipe.data.bad_sample_limit, self.directory.bad_samples, writes=self.is_first
+        )
         self.processes.first_does(lambda: self.directory.require_free_or_same(recipe))
         checked = self._check_shards()
         self.model = self._build_model()
@@ -69,7 +71,8 @@ class Trainer:
         """What is known of the shards after looking at those that have not been looked at."""
         if not self.recipe.data.verify:
             return []
-        return require_whole_shards(self.data.all, self.processes, self.directory.checked_shards)
+        known = self.directory.whole_files()
+        return require_whole_shards(self.data.all, self.processes, known)
 
     def _build_model(self) -> LipNeXt:
         """The model on its processes, with its initial weights."""

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Set
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
@@ -16,11 +17,19 @@ import numpy as np
 
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data.beton import beton_records
-from lipnext_scale.data.index import Record, index_paths, map_records, read_index, set_name
-from lipnext_scale.data.shards import is_remote, resolve_shards, stage, wildcards
+from lipnext_scale.data.index import (
+    Record,
+    SetIndex,
+    index_paths,
+    map_records,
+    read_index,
+    set_name,
+)
+from lipnext_scale.data.shards import as_url, is_builtin, is_remote, resolve_shards, wildcards
+from lipnext_scale.data.staging import Cache, default_cache, stage, stage_all
 from lipnext_scale.data.tar_scan import scan_tar
 from lipnext_scale.errors import UserError
-from lipnext_scale.files import file_sha256
+from lipnext_scale.files import file_sha256, file_stamp
 
 _MEMORY = "/proc/self/fd/"
 _SAMPLED = 256  # contents that the fingerprint of shards without an index looks at
@@ -28,13 +37,19 @@ _SAMPLED = 256  # contents that the fingerprint of shards without an index looks
 
 @dataclass(frozen=True)
 class Shard:
-    """name: as the user knows it. path: what is opened. sha256: as its index says."""
+    """name: as the user knows it. path: what is opened. sha256: as its index says.
+
+    recorded: what its records are known by, which is that of its index and their place in it.
+    index_stamp: what the file of its records is known by, which was found to be whole.
+    """
 
     name: str
     path: str
     records: np.ndarray
     bytes: int
     sha256: str | None = None
+    recorded: str = ""
+    index_stamp: str = ""
 
     @property
     def in_memory(self) -> bool:
@@ -71,15 +86,25 @@ class Catalog:
         labels = [s.records["label"] for s in self.shards if len(s.records)]
         return min(int(x.min()) for x in labels), max(int(x.max()) for x in labels)
 
+    @property
+    def index_stamps(self) -> set[str]:
+        """Of the files of records that were found whole: `open_catalog` may be told of them."""
+        return {shard.index_stamp for shard in self.shards if shard.index_stamp}
+
     def fingerprint(self) -> str:
-        """What makes the set what it is: records, and of an indexed shard its sha256, of others a
-        sample of their contents."""
+        """What makes the set what it is: of an indexed shard its sha256 and that of its records, of
+        others the records and a sample of their contents."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         for shard in self.shards:
-            digest.update(shard.records.view(np.uint8).data)
             if shard.sha256 is not None:
-                digest.update(shard.sha256.encode())
+                # Not the records themselves: of many millions that would take seconds.
+                digest.update(f"{shard.recorded} {shard.sha256}".encode())
             else:
+                digest.update(shard.records.view(np.uint8).data)
                 digest.update(_sampled_contents(shard))
         return digest.hexdigest()
 
@@ -94,15 +119,27 @@ def open_catalog(
     key: str,
     cache: Path | None = None,
     memory_limit_gb: float = 8.0,
+    copy_local: bool = False,
+    known: Set[str] = frozenset(),
 ) -> Catalog:
-    """Open the shards of a pattern; `key` is the configuration key that it comes from."""
-    names = resolve_shards(pattern, key)
-    indexed = _indexed_shards(names, wildcards(pattern), cache)
+    """Open the shards of a pattern; `key` is the configuration key that it comes from.
+
+    cache: where copies are kept, the user's own if None. copy_local: data.stage_dir: shards of this
+    machine's file systems are copied there like remote ones. known: stamps of files that were found
+    whole and are not hashed again.
+    """
+    names, patterns = resolve_shards(pattern, key), wildcards(pattern)
+    if copy_local and not is_builtin(pattern):
+        names, patterns = [as_url(name) for name in names], [as_url(part) for part in patterns]
+    copies = Cache(cache or default_cache(), "data.stage_dir" if copy_local else "data.cache_dir")
+    indexed = _indexed_shards(names, patterns, copies, known)
+    alone = [name for name in names if name not in indexed and is_remote(name)]
+    paths = dict(zip(alone, stage_all(alone, copies, [None] * len(alone)), strict=True))
     room = int(memory_limit_gb * 1e9)
     shards = []
     for name in names:
         try:
-            shard = indexed.get(name) or _open_alone(name, cache, room)
+            shard = indexed.get(name) or _open_alone(name, str(paths.get(name, name)), room)
         except _TooLarge:
             right = f"takes more than data.memory_limit_gb = {memory_limit_gb:g}"
             right = f"{right}: compressed shards are kept unpacked"
@@ -118,7 +155,9 @@ class _TooLarge(Exception):
     """A compressed shard has no room in memory."""
 
 
-def _indexed_shards(names: list[str], patterns: list[str], cache: Path | None) -> dict[str, Shard]:
+def _indexed_shards(
+    names: list[str], patterns: list[str], cache: Cache, known: Set[str]
+) -> dict[str, Shard]:
     """The shards that have an index beside them; what a wildcard would find must all be there."""
     found: dict[str, Shard] = {}
     by_set: dict[tuple[str, str], list[str]] = {}
@@ -127,81 +166,92 @@ def _indexed_shards(names: list[str], patterns: list[str], cache: Path | None) -
             by_set.setdefault((os.path.dirname(name), set_name(name)), []).append(name)
     for (directory, name), members in by_set.items():
         if is_remote(members[0]):
-            found.update(_staged_set(directory, name, members, cache, patterns))
+            opened = _staged_set(directory, name, members, cache)
         else:
-            found.update(_local_set(directory, name, members, patterns))
+            opened = _local_set(directory, name, members)
+        if opened is not None:
+            opened.require_all(directory, patterns)
+            found.update(opened.shards(known))
     return found
 
 
-def _local_set(
-    directory: str, name: str, members: list[str], patterns: list[str]
-) -> dict[str, Shard]:
+def _local_set(directory: str, name: str, members: list[str]) -> "_OpenedIndex | None":
     json_path, npy_path = index_paths(Path(directory), name)
     if not json_path.exists():
-        return {}
+        return None
     wanted = {Path(member).name: (member, member) for member in members}
-    _require_all(json_path, directory, wanted.keys(), patterns)
-    return _shards_of_index(json_path, npy_path, wanted)
-
-
-def _require_all(json_path: Path, directory: str, found: Set[str], patterns: list[str]) -> None:
-    """Shards that the index lists and a wildcard means, but that are not there, are missing."""
-    for entry in read_index(json_path).shards:
-        name = os.path.join(directory, entry.file)
-        if entry.file not in found and any(fnmatch(name, pattern) for pattern in patterns):
-            raise UserError(f"{name}: is missing; {json_path.name} lists it")
+    return _OpenedIndex(json_path, npy_path, read_index(json_path, counts=False), wanted)
 
 
 def _staged_set(
-    directory: str, name: str, members: list[str], cache: Path | None, patterns: list[str]
-) -> dict[str, Shard]:
+    directory: str, name: str, members: list[str], cache: Cache
+) -> "_OpenedIndex | None":
     """Index and shards of a remote set, copied into the cache."""
     json_name, npy_name = (path.name for path in index_paths(Path(), name))
     json_path = stage(f"{directory}/{json_name}", cache, optional=True)
     if json_path is None:
-        return {}
-    index = read_index(json_path)
+        return None
+    index = read_index(json_path, counts=False)
     npy_path = stage(f"{directory}/{npy_name}", cache, index.records)
     assert npy_path is not None
     digests = {entry.file: entry.sha256 for entry in index.shards}
-    local = {}
-    for member in members:
-        file = member.rpartition("/")[2]
-        local[file] = (member, str(stage(member, cache, digests.get(file))))
-    _require_all(json_path, directory, local.keys(), patterns)
-    return _shards_of_index(json_path, npy_path, local)
+    files = [member.rpartition("/")[2] for member in members]
+    paths = stage_all(members, cache, [digests.get(file) for file in files])
+    local = {
+        file: (member, str(path)) for file, member, path in zip(files, members, paths, strict=True)
+    }
+    return _OpenedIndex(json_path, npy_path, index, local)
 
 
-def _shards_of_index(
-    json_path: Path, npy_path: Path, wanted: dict[str, tuple[str, str]]
-) -> dict[str, Shard]:
-    """wanted: file → (name, path). The files must be there with the index's sizes."""
-    index = read_index(json_path)
-    records = map_records(npy_path, index.samples)
-    if file_sha256(npy_path) != index.records:
-        raise UserError(
-            f"{npy_path}: is not the file that {json_path.name} was written with; "
-            "python -m data_prep.index --force writes both anew"
-        )
-    unknown = wanted.keys() - {entry.file for entry in index.shards}
-    if unknown:
-        raise UserError(f"{json_path}: does not know {min(unknown)}, which lies beside it")
-    shards, first = {}, 0
-    for entry in index.shards:
-        if entry.file in wanted:
-            name, path = wanted[entry.file]
-            size = os.stat(path).st_size
-            if size != entry.bytes:
-                raise UserError(f"{name}: has {size} bytes, its index says {entry.bytes}")
-            own = records[first : first + entry.samples]
-            shards[name] = Shard(name, path, own, size, entry.sha256)
-        first += entry.samples
-    return shards
+@dataclass(frozen=True)
+class _OpenedIndex:
+    """An index and the shards that are wanted of it: file → (name, path)."""
+
+    json_path: Path
+    npy_path: Path
+    index: SetIndex
+    wanted: dict[str, tuple[str, str]]
+
+    def require_all(self, directory: str, patterns: list[str]) -> None:
+        """Shards that the index lists and a wildcard means, but that are not there, are missing."""
+        for entry in self.index.shards:
+            name = os.path.join(directory, entry.file)
+            if entry.file not in self.wanted and any(fnmatch(name, part) for part in patterns):
+                raise UserError(f"{name}: is missing; {self.json_path.name} lists it")
+
+    def shards(self, known: Set[str]) -> dict[str, Shard]:
+        """The files must be there with the index's sizes."""
+        index = self.index
+        records = map_records(self.npy_path, index.samples)
+        stamp = self._require_whole_records(known)
+        unknown = self.wanted.keys() - {entry.file for entry in index.shards}
+        if unknown:
+            raise UserError(f"{self.json_path}: does not know {min(unknown)}, which lies beside it")
+        shards, first = {}, 0
+        for entry in index.shards:
+            if entry.file in self.wanted:
+                name, path = self.wanted[entry.file]
+                size = os.stat(path).st_size
+                if size != entry.bytes:
+                    raise UserError(f"{name}: has {size} bytes, its index says {entry.bytes}")
+                own, recorded = records[first : first + entry.samples], f"{index.records} {first}"
+                shards[name] = Shard(name, path, own, size, entry.sha256, recorded, stamp)
+            first += entry.samples
+        return shards
+
+    def _require_whole_records(self, known: Set[str]) -> str:
+        """The stamp of the records; they are those that the index was written with."""
+        stamp = file_stamp(self.npy_path, self.index.records)
+        if stamp not in known and file_sha256(self.npy_path) != self.index.records:
+            raise UserError(
+                f"{self.npy_path}: is not the file that {self.json_path.name} was written with; "
+                "python -m data_prep.index --force writes both anew"
+            )
+        return stamp
 
 
-def _open_alone(name: str, cache: Path | None, room: int) -> Shard:
+def _open_alone(name: str, path: str, room: int) -> Shard:
     """A shard without an index: its headers are read."""
-    path = str(stage(name, cache)) if is_remote(name) else name
     if name.endswith(".beton"):
         return Shard(name, path, beton_records(Path(path)), os.stat(path).st_size)
     with open(path, "rb") as file:

@@ -52,6 +52,9 @@ class DataConfig:
     verify: bool = True
     # Where copies of remote shards are kept; empty: the user's cache directory.
     cache_dir: str = ""
+    # A directory of the node's own to which all shards are copied before training, local ones too;
+    # empty: those are read where they are.
+    stage_dir: str = ""
     # What the compressed shards of a set may take in memory.
     memory_limit_gb: float = 8.0
 

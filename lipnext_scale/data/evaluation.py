@@ -64,8 +64,19 @@ class TestSet(Dataset[_Made | str]):
         self.catalog, self._store = catalog, SampleStore(catalog)
         self._size, self._channels, self.resize = image_size, channels, resize
         self._workers = workers
-        ids, counted = rank_share(len(catalog), rank, world_size)
-        self._parts = list(zip(ids.split(BATCH), counted.split(BATCH), strict=True))
+        self._rank, self._world_size = rank, world_size
+        self._take(torch.arange(len(catalog)))
+
+    def _take(self, samples: Tensor) -> None:
+        """Make this rank's share of these samples its batches."""
+        places, counted = rank_share(len(samples), self._rank, self._world_size)
+        self._parts = list(zip(samples[places].split(BATCH), counted.split(BATCH), strict=True))
+
+    def spread_subset(self, count: int) -> "TestSet":
+        """At most so many samples, at equal distances over the whole set: always the same ones."""
+        chosen, whole = copy(self), len(self.catalog)
+        chosen._take(torch.arange(min(count, whole)) * whole // min(count, whole))
+        return chosen
 
     def in_parts(self, parts: list[Tensor]) -> "TestSet":
         """The same set in batches of these samples, which all count."""

@@ -1,20 +1,18 @@
 """Comparing shards with the sha256 of their index, before a run trains on them."""
 
-import os
 from collections.abc import Callable, Iterable
 
 from lipnext_scale.data.catalog import Catalog, Shard
 from lipnext_scale.errors import UserError
-from lipnext_scale.files import file_sha256
+from lipnext_scale.files import file_sha256, file_stamp
 
 
 def stamp(shard: Shard) -> str:
-    """What a shard's file is known by: another file, or one that was written to, has another."""
-    facts = os.stat(shard.path)
-    return f"{os.path.abspath(shard.path)} {facts.st_size} {facts.st_mtime_ns} {shard.sha256}"
+    assert shard.sha256 is not None
+    return file_stamp(shard.path, shard.sha256)
 
 
-def unchecked_shards(catalogs: Iterable[Catalog], known: set[str]) -> list[Shard]:
+def unchecked_shards(catalogs: Iterable[Catalog], known: frozenset[str]) -> list[Shard]:
     """The shards with an index whose stamp is not among the known ones."""
     return [
         shard

@@ -3,8 +3,9 @@
 A loader's state is its place in each source, that of the batch last handed out: what workers have
 made ahead does not count. Any number of ranks and workers continues from it with the same samples.
 
-Workers are processes of torch's DataLoader. A worker makes whole batches, in turn with the others,
-and writes the images into buffers that it shares with the rank, so that no image is sent or copied.
+Workers are processes of torch's DataLoader. A worker makes whole batches, the next one whenever it
+is free, and writes the images into buffers that it shares with the rank, so that no image is sent
+or copied.
 """
 
 from collections.abc import Iterator
@@ -74,9 +75,11 @@ class StreamLoader:
         return self._maker.sources[0].order.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        buffers = BatchBuffers(self._maker, self._workers * self._prefetch)
-        requests = buffers.requests(self._step)
-        batches = made_by_workers(buffers, requests, self._workers, self._prefetch)
+        buffers = BatchBuffers(self._maker, self._step, self._workers, self._prefetch)
+        made_anyhow = made_by_workers(
+            buffers, buffers.requests(), self._workers, self._prefetch, in_order=False
+        )
+        batches = buffers.in_order(made_anyhow)
         self.stats.take()  # what went before was no waiting for data
         try:
             while True:
@@ -87,7 +90,8 @@ class StreamLoader:
                 self._step = made.step + 1
                 yield self._batch(made, buffers.take(made, self._pin_memory))
         finally:
-            del batches  # ends the workers
+            buffers.let_go()
+            del batches, made_anyhow  # ends the workers
 
     def _batch(self, made: MadeBatch, images: Tensor) -> Batch:
         epoch, step = self._maker.sources[0].place_of(made.step)

@@ -1,5 +1,6 @@
 """From the configuration to loaders: which sets are opened, checked, and put together."""
 
+from collections.abc import Set
 from pathlib import Path
 
 from lipnext_scale.data.augment import AugmentConfig
@@ -13,17 +14,26 @@ from lipnext_scale.data.source import Source, SourceOptions
 
 
 class DataSets:
-    """The sets of a configuration, opened and checked against what the model takes."""
+    """The sets of a configuration, opened and checked against what the model takes.
+
+    known: stamps of files that an earlier start of the run found whole.
+    """
 
     def __init__(
-        self, config: DataConfig, image_size: int, channels: int, num_classes: int
+        self,
+        config: DataConfig,
+        image_size: int,
+        channels: int,
+        num_classes: int,
+        known: Set[str] = frozenset(),
     ) -> None:
         self._config, self._size, self._channels = config, image_size, channels
-        self.train = _open(config, config.train, "data.train")
-        self.test = _open(config, config.test, "data.test")
+        self.train = _open(config, config.train, "data.train", known)
+        self.test = _open(config, config.test, "data.test", known)
         self.synthetic: Catalog | None = None
         if config.synthetic.shards:
-            self.synthetic = _open(config, config.synthetic.shards, "data.synthetic.shards")
+            shards = config.synthetic.shards
+            self.synthetic = _open(config, shards, "data.synthetic.shards", known)
         resized = {
             "data.train": bool(config.augment.resize[1]),
             "data.synthetic.shards": bool(config.synthetic.augment.resize[1]),
@@ -87,6 +97,7 @@ def open_test_set(
     return TestSet(catalog, image_size, channels, config.test_resize, config.workers)
 
 
-def _open(config: DataConfig, pattern: str, key: str) -> Catalog:
-    cache = Path(config.cache_dir) if config.cache_dir else None
-    return open_catalog(pattern, key, cache, config.memory_limit_gb)
+def _open(config: DataConfig, pattern: str, key: str, known: Set[str] = frozenset()) -> Catalog:
+    directory = config.stage_dir or config.cache_dir
+    cache = Path(directory) if directory else None
+    return open_catalog(pattern, key, cache, config.memory_limit_gb, bool(config.stage_dir), known)

@@ -1,36 +1,37 @@
-"""Which shards a pattern means, and bringing remote ones onto this machine.
+"""Which shards a pattern means.
 
 Local paths, `builtin:` (those of the package), anything fsspec opens (s3://, https://, memory://)
 and webdataset's `pipe:command`. Braces are expanded everywhere, wildcards where files can be
-listed. Remote shards are staged: copied once into `data.cache_dir`, checked, and read from there,
-because training reads samples in an order of its own.
+listed.
 """
 
-import fcntl
-import hashlib
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import fsspec
-import webdataset
 from braceexpand import braceexpand
 
 from lipnext_scale.config import ConfigError
-from lipnext_scale.errors import UserError
-from lipnext_scale.files import PARTIAL
 
 BUILTIN = Path(__file__).parent / "builtin"
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*::?//|[a-z0-9]+::|pipe:)")
-_CHUNK = 1 << 20
+_BUILTIN = "builtin:"
+FILE = "file://"
 
 
 def is_remote(shard: str) -> bool:
     return bool(_URL.match(shard))
+
+
+def is_builtin(pattern: str) -> bool:
+    return pattern.startswith(_BUILTIN)
+
+
+def as_url(shard: str) -> str:
+    """A local path as what fsspec opens; a remote shard as it is."""
+    return shard if is_remote(shard) else FILE + os.path.abspath(shard)
 
 
 def resolve_shards(pattern: str, key: str) -> list[str]:
@@ -52,8 +53,8 @@ def resolve_shards(pattern: str, key: str) -> list[str]:
 
 
 def _expanded(pattern: str) -> str:
-    if pattern.startswith("builtin:"):
-        return str(BUILTIN / pattern.removeprefix("builtin:"))
+    if is_builtin(pattern):
+        return str(BUILTIN / pattern.removeprefix(_BUILTIN))
     return pattern
 
 
@@ -91,77 +92,6 @@ def _is_directory(path: str) -> bool:
         return False
 
 
-def default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lipnext_scale"
-
-
-def staged_path(shard: str, cache: Path) -> Path:
-    """Where a remote shard is kept: its directory's hash keeps sets of one name apart."""
-    if shard.startswith("pipe:"):
-        return cache / f"pipe-{hashlib.sha256(shard.encode()).hexdigest()[:16]}.tar"
-    directory, _, file = shard.rpartition("/")
-    return cache / hashlib.sha256(directory.encode()).hexdigest()[:16] / file
-
-
 def wildcards(pattern: str) -> list[str]:
     """The parts of a pattern that mean whatever is there."""
     return [part for part in braceexpand(_expanded(pattern)) if has_magic(part)]
-
-
-def stage(
-    shard: str, cache: Path | None, sha256: str | None = None, optional: bool = False
-) -> Path | None:
-    """Copy a remote file into the cache, once for all processes of the node.
-
-    cache: the user's own if None. sha256: what the copy must have. optional: None where the file
-    does not exist.
-    """
-    path = staged_path(shard, cache or default_cache())
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        where = f"data.cache_dir = {str(path.parent.parent)!r}"
-        raise UserError(f"{where}: cannot be written: {error.strerror}") from None
-    try:
-        with _locked(path):
-            if not path.exists():
-                _copy(shard, path, sha256)
-    except FileNotFoundError:
-        if optional:
-            return None
-        raise UserError(f"{shard}: no such file") from None
-    except UserError:
-        raise
-    except Exception as error:  # each protocol has its own
-        raise UserError(f"{shard}: cannot be copied to {path.parent}: {error}") from None
-    return path
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.with_name(f"{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _copy(shard: str, path: Path, sha256: str | None) -> None:
-    aside, digest = path.with_name(path.name + PARTIAL), hashlib.sha256()
-    with _open_remote(shard) as source, aside.open("wb") as copy:
-        while chunk := source.read(_CHUNK):
-            digest.update(chunk)
-            copy.write(chunk)
-        copy.flush()
-        os.fsync(copy.fileno())
-    if sha256 is not None and digest.hexdigest() != sha256:
-        aside.unlink()
-        raise UserError(
-            f"{shard}: its sha256 is not that of its index: the shard is damaged, or the copy of "
-            f"the index in {path.parent} is old: then remove that directory"
-        )
-    aside.replace(path)
-
-
-def _open_remote(shard: str) -> Any | BinaryIO:
-    if shard.startswith("pipe:"):
-        return webdataset.gopen(shard, "rb")  # raises where the command fails
-    return fsspec.open(shard, "rb").open()

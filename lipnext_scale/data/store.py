@@ -2,6 +2,7 @@
 
 import os
 from collections import OrderedDict
+from contextlib import suppress
 
 import numpy as np
 
@@ -67,16 +68,20 @@ class SampleStore:
         return f"{self.catalog.locate(sample)[0].name}: sample {self.key(sample)}"
 
     def will_need(self, first: int, last: int) -> None:
-        """Ask the kernel to read samples first..last into its cache."""
+        """Ask the kernel to read samples first..last into its cache; reading tells what fails."""
         while first <= last:
             shard, record = self.catalog.locate(first)
             end_of_shard = first - self.catalog.number_in_shard(first) + len(shard.records) - 1
             _, end = self.catalog.locate(min(last, end_of_shard))
-            descriptor, stop = self._descriptor(shard), end.offset + end.size
-            for place in range(record.offset, stop, _ADVICE):
-                length = min(_ADVICE, stop - place)
-                os.posix_fadvise(descriptor, place, length, os.POSIX_FADV_WILLNEED)
+            with suppress(OSError):
+                self._advise(shard, record.offset, end.offset + end.size)
             first = end_of_shard + 1
+
+    def _advise(self, shard: Shard, start: int, stop: int) -> None:
+        descriptor = self._descriptor(shard)
+        for place in range(start, stop, _ADVICE):
+            length = min(_ADVICE, stop - place)
+            os.posix_fadvise(descriptor, place, length, os.POSIX_FADV_WILLNEED)
 
     def _descriptor(self, shard: Shard) -> int:
         if self._owner != os.getpid():  # forked: those of the parent are its own to close
@@ -94,3 +99,6 @@ class SampleStore:
             for descriptor in self._open.values():
                 os.close(descriptor)
         self._open.clear()
+
+    def __del__(self) -> None:
+        self.close()  # descriptors are numbers, which nobody else would give back

@@ -21,9 +21,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def made_by_workers(
-    dataset: Dataset[Made], requests: Iterable[Any], workers: int, prefetch: int = 2
+    dataset: Dataset[Made],
+    requests: Iterable[Any],
+    workers: int,
+    prefetch: int = 2,
+    in_order: bool = True,
 ) -> Iterator[Made]:
-    """dataset[request] for every request in turn, made by processes, or here if there are none.
+    """dataset[request] for every request, made by processes, or here if there are none.
+
+    in_order: in turn. Otherwise whoever is free gets the next, and what is made comes at once.
 
     The processes end with the iterator, or with ours.
     """
@@ -35,6 +41,7 @@ def made_by_workers(
             batch_size=None,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
+            in_order=in_order,
             worker_init_fn=start_worker,
             # The quickest start, and scripts need no `if __name__ == "__main__"`. Workers touch
             # neither the GPU nor other processes.
@@ -60,7 +67,7 @@ def _end(processes: list[BaseProcess]) -> None:
 
 def start_worker(_number: int) -> None:
     """A worker leaves signals to its rank, which stops at a safe moment, and ends when it does."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     CDLL(None).prctl(c_int(_PR_SET_PDEATHSIG), c_ulong(signal.SIGKILL))
     cv2.setNumThreads(0)

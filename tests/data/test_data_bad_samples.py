@@ -1,5 +1,6 @@
 """Samples that cannot be used: the run ends with their names, or goes on without them."""
 
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -70,6 +71,22 @@ def test_the_substitute_is_a_real_sample_and_always_the_same(shards):
         assert batch.images[place].float().std() > 0  # filled, not left as it was
 
 
+@pytest.mark.parametrize("substitute", [True, False])
+def test_a_shard_that_goes_away_is_as_bad_as_its_samples(tmp_path, substitute):
+    """Though it is asked for ahead of time, where reads are long: only reading it tells."""
+    shards = write_set(tmp_path, [10] * 4)
+    loader = make_loader(shards, 20, read_block=5, window=40, substitute=substitute)
+    (tmp_path / "train-000002.tar").unlink()
+    if substitute:
+        assert len(list(islice(loader, 2))) == 2
+        bad = loader.stats.take_bad()
+        assert {report.sample for report in bad} == set(range(20, 30))
+        assert all("cannot be read: No such file" in report.reason for report in bad)
+    else:
+        with pytest.raises(RunFailed, match=r"train-000002.tar: .*cannot be read: No such file"):
+            list(islice(loader, 2))
+
+
 def test_an_evaluation_has_no_substitutes(shards):
     """A certificate over other samples than it says would be a lie."""
     for workers in (0, 2):
@@ -85,23 +102,54 @@ def reports(*samples: int) -> list[BadReport]:
     return [BadReport("data.train", i, f"a.tar: sample {i}", "is no PNG", True) for i in samples]
 
 
-def test_each_is_named_once():
+@pytest.fixture
+def listed(tmp_path) -> Path:
+    return tmp_path / "bad_samples.txt"
+
+
+def numbers(lines: list[str]) -> list[int]:
+    """The samples that lines name, one each."""
+    return [int(re.search(r"data.train: a.tar: sample (\d+) is no PNG", line)[1]) for line in lines]
+
+
+def test_each_is_named_once(listed):
     """Though it comes again in every epoch, and on another rank."""
-    account = BadSamples(limit=100)
-    assert len(account.add(reports(1, 2, 2))) == 2
+    account = BadSamples(100, listed)
+    assert numbers(account.add(reports(1, 2, 2))) == [1, 2]
     assert account.add(reports(1, 2)) == []
-    (line,) = account.add(reports(2, 3))
-    assert "data.train: a.tar: sample 3 is no PNG" in line and len(account) == 3
+    assert numbers(account.add(reports(2, 3))) == [3] and len(account) == 3
+    assert numbers(listed.read_text().splitlines()) == [1, 2, 3]
 
 
-def test_a_flood_is_summed_up():
-    account = BadSamples(limit=100)
+def test_a_flood_is_summed_up_in_the_log_and_named_in_the_list(listed):
+    account = BadSamples(100, listed)
     lines = account.add(reports(*range(50)))
-    assert len(lines) == NAMED_AT_ONCE + 1 and "40 more" in lines[-1]
+    assert len(lines) == NAMED_AT_ONCE + 1
+    assert numbers(lines[:-1]) == list(range(NAMED_AT_ONCE))
+    assert "40 more" in lines[-1] and str(listed) in lines[-1]
+    account.add(reports(*range(40, 60)))
+    assert numbers(listed.read_text().splitlines()) == list(range(60))
 
 
-def test_too_many_end_the_run():
-    account = BadSamples(limit=3)
+def test_another_start_of_the_run_names_only_new_ones(listed):
+    """It meets the old ones again, and counts them."""
+    BadSamples(100, listed).add(reports(1, 2))
+    account = BadSamples(100, listed)
+    assert numbers(account.add(reports(2, 3))) == [3] and len(account) == 2
+    assert numbers(listed.read_text().splitlines()) == [1, 2, 3]
+
+
+def test_one_rank_keeps_the_list(listed):
+    account = BadSamples(100, listed, writes=False)
+    account.add(reports(1, 2))
+    assert len(account) == 2 and not listed.exists()
+
+
+def test_too_many_end_the_run(listed):
+    """All are named by then, also those of the last time."""
+    account = BadSamples(3, listed)
     account.add(reports(1, 2, 3))
-    with pytest.raises(RunFailed, match="4 bad samples, more than data.bad_sample_limit = 3"):
-        account.add(reports(4))
+    with pytest.raises(RunFailed, match="24 bad samples, more than data.bad_sample_limit = 3") as e:
+        account.add(reports(*range(10, 31)))
+    assert str(listed) in str(e.value) and "\n" not in str(e.value)
+    assert numbers(listed.read_text().splitlines()) == [1, 2, 3, *range(10, 31)]

@@ -126,11 +126,16 @@ def test_flat_folder_with_labels(tmp_path, capsys, form):
     assert "a folder of images with a file of labels" in capsys.readouterr().out
 
 
-def test_a_dry_run_writes_nothing(tmp_path, capsys):
-    """Also of a compressed archive, which would have to be unpacked."""
-    np.savez_compressed(tmp_path / "a.npz", image=PIXELS, label=np.array(LABELS))
-    run(tmp_path / "a.npz", tmp_path / "out", "--dry-run")
-    assert "nothing was written" in capsys.readouterr().out and not (tmp_path / "out").exists()
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("options", [[], ["--short-side", 4], ["--short-side", 400]])
+def test_a_dry_run_writes_nothing(tmp_path, capsys, save, options):
+    """Also of a compressed archive, which would have to be unpacked, and where images are to be
+    scaled, which some are to see how large they become."""
+    save(tmp_path / "a.npz", image=PIXELS, label=np.array(LABELS))
+    run(tmp_path / "a.npz", tmp_path / "out", "--dry-run", *options)
+    told = capsys.readouterr().out
+    assert "train: 12 samples of 5 classes in 1 shards" in told and "nothing was written" in told
+    assert {path.name for path in tmp_path.iterdir()} == {"a.npz"}
 
 
 def test_another_source_is_not_taken_for_the_same(tmp_path, capsys):
