@@ -8,7 +8,7 @@ BENCH_STAMP := $(VENV)/.installed-bench
 FFCV_NEEDS := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(if $(shell pkg-config --exists opencv4 libturbojpeg 2>/dev/null && echo yes),$(VENV)/.installed-ffcv)
 
-.PHONY: env demo test check lint bench clean
+.PHONY: env demo test check lint bench image clean
 
 env: $(STAMP) $(FFCV_STAMP)
 	@test -n "$(FFCV_STAMP)" || echo "without FFCV, whose tests skip: apt-get install $(FFCV_NEEDS)"
@@ -53,6 +53,13 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.sharded_step
 	$(BIN)/python -m benchmarks.data
 	$(BIN)/python -m benchmarks.certify
+	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.engines
+
+# The container image (docs/container.md); make image IMAGE_ARGS='--build-arg BASE=debian:bookworm-slim'
+IMAGE ?= lipnext_scale
+image:
+	docker build --tag $(IMAGE) --build-arg REVISION=$$(git rev-parse HEAD) $(IMAGE_ARGS) .
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

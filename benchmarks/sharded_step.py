@@ -24,7 +24,7 @@ from benchmarks.timing import machine, print_rows
 from lipnext_scale.cpu import keep_freed_memory
 from lipnext_scale.losses import class_distances, emma_loss
 from lipnext_scale.models import LipNeXtConfig
-from lipnext_scale.optim import OptimConfig, Optimizers
+from lipnext_scale.optim import OptimConfig
 from lipnext_scale.parallel import Engine, ParallelConfig, build_engine
 from lipnext_scale.parallel.measuring import training_memory
 from lipnext_scale.parallel.timeline import MeasureExposure
@@ -45,8 +45,7 @@ class Variant:
     def __init__(self, parallel: ParallelConfig, model: LipNeXtConfig) -> None:
         self.engine: Engine = build_engine(parallel, "cpu")
         self.engine.build(model, seed=0)
-        config = OptimConfig(lr=1e-3)
-        self.optimizers = Optimizers(self.engine.model, config, self.engine.manifold_optimizer)
+        self.optimizers = self.engine.optimizers(OptimConfig(lr=1e-3))
         generator = torch.Generator().manual_seed(self.engine.processes.rank)
         self.images = torch.rand(IMAGES, 3, SIDE, SIDE, generator=generator)
         self.labels = torch.randint(model.num_classes, (IMAGES,), generator=generator)

@@ -1,8 +1,9 @@
-"""Configuration: plain dataclasses, filled from defaults < YAML < `a.b=c` arguments.
+"""Configuration: plain dataclasses, filled from defaults < launcher < YAML < `a.b=c` arguments.
 
 Each component keeps its dataclass beside it and checks its own values in `__post_init__`, raising
 ConfigError with the bare field name; this file adds the path. `recipe.py` composes them.
 
+What a launcher says (launch_environment.py) and what the user says must agree where both speak.
 A YAML file may name another as `base:`, relative to itself, and then holds only what differs.
 Numbers may be written as fractions (36/255).
 """
@@ -10,8 +11,9 @@ Numbers may be written as fractions (36/255).
 import dataclasses
 import difflib
 import types
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -47,12 +49,56 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def load(cls: type[T], path: str | Path | None, overrides: list[str] | None = None) -> T:
-    """Build `cls` from a YAML file (with its bases) and `a.b=c` overrides."""
-    values = read_yaml(path) if path is not None else {}
+class Told(NamedTuple):
+    """What a launcher says about a setting, and where: `VARIABLE = its text`."""
+
+    value: Any
+    source: str
+
+
+def load(
+    cls: type[T],
+    path: str | Path | None,
+    overrides: list[str] | None = None,
+    launcher: Mapping[str, Told] | None = None,
+) -> T:
+    """Build `cls` from a YAML file (with its bases) and `a.b=c` overrides.
+
+    launcher: `section.key` → what was told to the process about it.
+    """
+    values, launcher = read_yaml(path) if path is not None else {}, launcher or {}
     for override in overrides or []:
         _apply_override(values, override)
-    return from_dict(cls, values)
+    try:
+        return from_dict(cls, _over_launcher(values, launcher))
+    except ConfigError as error:
+        told = launcher.get(error.key)
+        if told is None or told.source in error.right:
+            raise
+        right = f"{error.right} (the launcher says so: {told.source})"
+        raise ConfigError(error.key, error.value, right) from None
+
+
+def _over_launcher(values: dict[str, Any], launcher: Mapping[str, Told]) -> dict[str, Any]:
+    """`values` with what only the launcher speaks of; "auto" leaves the choice to it too."""
+    values = dict(values)
+    for key, told in launcher.items():
+        section, name = key.split(".")
+        there = {} if values.get(section) is None else values[section]
+        if not isinstance(there, dict):
+            continue  # which is refused with all else that is wrong
+        if there.get(name, "auto") == "auto":
+            values[section] = {**there, name: told.value}
+        elif not _same(there[name], told.value):
+            right = f"the launcher says {_shown(told.value)} ({told.source}); make them agree"
+            raise ConfigError(key, there[name], right)
+    return values
+
+
+def _same(one: Any, other: Any) -> bool:
+    """3, 3.0 and the text 3 are one number."""
+    numbers = as_float(one), as_float(other)
+    return one == other if None in numbers else numbers[0] == numbers[1]
 
 
 def from_dict(cls: type[T], values: Any, section: str = "") -> T:

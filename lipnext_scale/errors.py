@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,11 +23,18 @@ class RunFailed(Exception):
 
 
 class Stopped(Exception):
-    """A signal asked for an end and the run came to one: told in a line, exit code 128 + signal."""
+    """A signal asked for an end and the run came to one: told in a line, exit code 128 + signal.
+
+    With SIGUSR1 it is 0: torchrun would take any other for a failure, and start the run again.
+    """
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
         self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.number == signal.SIGUSR1 else 128 + self.number
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -48,7 +56,7 @@ def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
         except RunFailed as error:
             _end_with(f"failed: {error}", 1)
         except Stopped as stopped:
-            _end_with(str(stopped), 128 + stopped.number, same_on_all_ranks=True)
+            _end_with(str(stopped), stopped.exit_code, same_on_all_ranks=True)
         except BrokenPipeError:  # the reader of our output has gone; say nothing more to it
             sys.stdout = open(os.devnull, "w")
             sys.exit(1)

@@ -6,20 +6,19 @@ The model is built on the meta device and sharded over torch's fake process grou
 rank of a replica: what is printed are the shapes that FSDP made, and no weight is ever in memory.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import groupby
 
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lipnext_scale.config import ConfigError
 from lipnext_scale.errors import ArgumentParser, UserError, command
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.optim import local_part
 from lipnext_scale.parallel import Engine, FSDPEngine, build_engine
 from lipnext_scale.parallel.estimate import RankEstimate, estimate
 from lipnext_scale.parallel.mesh import SHARD
+from lipnext_scale.parallel.pretending import fake_processes
 from lipnext_scale.recipe import Recipe, load_recipe
 
 MEMORY = ("parameters", "gradients", "optimizer", "kept", "gathered", "buffers")
@@ -40,6 +39,10 @@ def main(argv: list[str] | None = None) -> None:
             option = "--" + name.replace("_", "-")
             raise UserError(f"{option} {getattr(arguments, name)}: must be at least 1")
     recipe = load_recipe(arguments.config, arguments.overrides)
+    if recipe.parallel.engine == "deepspeed":
+        raise ConfigError(
+            "parallel.engine", "deepspeed", "is not planned; plan 'fsdp', which ZeRO-3 is akin to"
+        )
     ranks = arguments.ranks
     per_node = min(ranks, arguments.ranks_per_node)
     recipe.require_batch_for(ranks)
@@ -67,16 +70,6 @@ def plan(recipe: Recipe, ranks: int, per_node: int) -> tuple[str, list[RankEstim
         else:  # as its fellow in the first replica
             estimates.append(estimates[rank % distinct])
     return described, estimates
-
-
-@contextmanager
-def fake_processes(rank: int, world_size: int) -> Iterator[None]:
-    """This process as one of many that are not there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def introduction(recipe: Recipe, engine: Engine, model: LipNeXt) -> str:

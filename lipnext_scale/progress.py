@@ -23,6 +23,7 @@ class Progress:
     ) -> None:
         self._silent = silent
         self._terminal = sys.stderr.isatty() and not silent
+        self._logs = bool(log_seconds) and not self._terminal and not silent
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -39,14 +40,13 @@ class Progress:
         self._bar.update(by)
         self._done += by
         now = time.time()
-        if not self._terminal and self._log_seconds and now - self._logged >= self._log_seconds:
+        if self._logs and now - self._logged >= self._log_seconds:
             self._logged = now
-            rate = (self._done - self._begun) / (now - self._start)
-            print(
-                f"{self._title}: {self._done}/{self._total} {self._unit}s, {rate:.0f}/s, "
-                f"{(self._total - self._done) / rate:.0f} s to go",
-                flush=True,
-            )
+            line = f"{self._title}: {self._done}/{self._total} {self._unit}s"
+            if made := self._done - self._begun:  # before that nobody knows how long it takes
+                rate = made / (now - self._start)
+                line += f", {rate:.0f}/s, {(self._total - self._done) / rate:.0f} s to go"
+            print(line, flush=True)
 
     @property
     def left(self) -> int:

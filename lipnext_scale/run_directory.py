@@ -3,10 +3,12 @@
 from pathlib import Path
 
 from lipnext_scale import config as configuration
+from lipnext_scale.checkpoint import latest_checkpoint, step_of
 from lipnext_scale.config import ConfigError
 from lipnext_scale.errors import UserError
+from lipnext_scale.faults.run_lock import RunLock
 from lipnext_scale.files import write_atomically
-from lipnext_scale.recipe import CHANGEABLE, Recipe, load_recipe
+from lipnext_scale.recipe import CHANGEABLE, CheckpointFormat, Recipe, load_recipe
 
 
 class RunDirectory:
@@ -18,8 +20,15 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
+        self.deepspeed_checkpoints = self.path / "checkpoints_deepspeed"
+        self.summary = self.path / "summary.png"
+        self.profile = self.path / "profile"
         self.checked_shards = self.path / "checked_shards.txt"
         self.bad_samples = self.path / "bad_samples.txt"
+        # There after SIGUSR1 has stopped the run, and until it goes on.
+        self.requeue = self.path / "requeue"
+        self.hangs = self.path / "hangs"
+        self.lock = RunLock(self.path)
         self.certificate = self.path / "certificate.json"
         self.samples = self.path / "samples.csv"
         self.report = self.path / "report.html"
@@ -28,13 +37,25 @@ class RunDirectory:
         self.examples_picture = self.path / "examples.png"
 
     def require_free_or_same(self, recipe: Recipe) -> None:
-        """Nothing is here yet, or this run is."""
+        """Nothing is here yet, or this run is and no other process goes on with it."""
         try:
-            there = self.config.exists()
+            if self.config.exists():
+                self._check_same_run(recipe)
+            self.lock.require_free()
         except OSError as error:
             raise self._not_writable(error) from None
-        if there:
-            self._check_same_run(recipe)
+
+    def open_for(self, recipe: Recipe, checked_shards: list[str]) -> None:
+        """Make the directory ours; write the resolved configuration and what was checked."""
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.lock.take()
+            write_atomically(self.config, configuration.dump(recipe).encode())
+            self.requeue.unlink(missing_ok=True)
+            if checked_shards:
+                write_atomically(self.checked_shards, "\n".join(checked_shards).encode())
+        except OSError as error:
+            raise self._not_writable(error) from None
 
     def whole_files(self) -> frozenset[str]:
         """Stamps of shards and indexes that earlier starts of the run found whole."""
@@ -43,15 +64,17 @@ class RunDirectory:
         except (OSError, ValueError):  # there is none, or it is damaged: all are looked at
             return frozenset()
 
-    def open_for(self, recipe: Recipe, checked_shards: list[str]) -> None:
-        """Make the directory; write the resolved configuration and what shards were checked."""
+    def ask_for_requeue(self, reason: str) -> None:
+        """For whoever started the run, who cannot tell it from a finished one by its exit code."""
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.config, configuration.dump(recipe).encode())
-            if checked_shards:
-                write_atomically(self.checked_shards, "\n".join(checked_shards).encode())
+            try:
+                write_atomically(self.requeue, f"{reason}\n".encode())
+            except OSError:  # a full disk mostly has room for a name, which is enough
+                self.requeue.touch()
         except OSError as error:
-            raise self._not_writable(error) from None
+            raise UserError(
+                f"{reason}, but no requeue can be asked for: {self.requeue}: {error.strerror}"
+            ) from None
 
     def _not_writable(self, error: OSError) -> UserError:
         return UserError(f"run.dir = {str(self.path)!r}: cannot be written: {error.strerror}")
@@ -69,6 +92,22 @@ class RunDirectory:
                 f"run.dir = {str(self.path)!r}: holds a run with another configuration "
                 f"({key} = {old!r} there, {new!r} here); choose another run.dir or remove it"
             )
+
+    def checkpoints_of(self, format: CheckpointFormat) -> Path:
+        return self.checkpoints if format == "native" else self.deepspeed_checkpoints
+
+    def newest_checkpoint(self, format: CheckpointFormat) -> Path | None:
+        """Of this format. Where one of the other is newer, going on from it would lose steps."""
+        other: CheckpointFormat = "deepspeed" if format == "native" else "native"
+        ours, theirs = (latest_checkpoint(self.checkpoints_of(f)) for f in (format, other))
+        if theirs is not None and step_of(theirs) > (0 if ours is None else step_of(ours)):
+            start = "python" if format == "native" else "torchrun --nproc-per-node N"
+            raise UserError(
+                f"{self.path}: its newest checkpoint, of step {step_of(theirs)}, is in {other} "
+                f"format, not in {format}: {start} -m lipnext_scale.convert_checkpoint "
+                f"{self.path} --to {format}"
+            )
+        return ours
 
     def recipe(self) -> Recipe:
         """The configuration of the run that is here."""

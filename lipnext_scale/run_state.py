@@ -5,11 +5,12 @@ of processes (`parallel.pieces`), so any of them can continue.
 """
 
 import base64
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,25 +18,37 @@ from lipnext_scale import config as configuration
 from lipnext_scale.checkpoint import (
     CheckpointWriter,
     Pieces,
-    latest_checkpoint,
     load_pieces,
+    newest_whole_checkpoint,
     read_facts,
     verify_checkpoint,
 )
-from lipnext_scale.data import Loader
+from lipnext_scale.checkpoint.directory import complete_checkpoints
 from lipnext_scale.errors import RunFailed, UserError
+from lipnext_scale.faults.non_finite import NonFiniteSteps
+from lipnext_scale.heartbeat import beat
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import Optimizers, require_orthogonal
-from lipnext_scale.parallel import Engine, training_pieces
+from lipnext_scale.parallel import DeepSpeedEngine, Engine
 from lipnext_scale.parallel.pieces import checksums
+from lipnext_scale.parallel.zero_checkpoint import ZeroCheckpoints
 from lipnext_scale.recipe import RunConfig
+from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.weights import open_export, read_export
+
+
+class HasPosition(Protocol):
+    """A loader, or whatever else knows how far a run has come in its data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class RunState:
     def __init__(
         self,
-        directory: Path,
+        directory: RunDirectory,
         run: RunConfig,
         engine: Engine,
         model: LipNeXt,
@@ -43,21 +56,39 @@ class RunState:
     ) -> None:
         self._directory, self._engine = directory, engine
         self._model, self._optimizers = model, optimizers
-        self._asynchronous, self._init_from = run.async_checkpoint, run.init_from
-        self._writer = CheckpointWriter(
-            directory, run.keep_checkpoints, run.keep_every, engine.processes.checkpoint_group
-        )
+        self._run, self.non_finite = run, NonFiniteSteps(run)
+        self._format = run.checkpoint_format
+        self._checkpoints = directory.checkpoints_of(self._format)
+        keep = run.keep_checkpoints, run.keep_every
+        group = engine.processes.checkpoint_group
+        self._writer = CheckpointWriter(self._checkpoints, *keep, group)
+        self._theirs: ZeroCheckpoints | None = None  # in place of the writer
+        if self._format == "deepspeed":
+            assert isinstance(engine, DeepSpeedEngine)
+            self._theirs = ZeroCheckpoints(self._checkpoints, *keep, engine, optimizers)
+        self._told: BaseException | None = None
+        self._failed = False  # the last save, as a rollback found
 
-    def save(self, step: int, loader: Loader) -> None:
-        """Begin to write the checkpoint of `step`; training may go on at once."""
-        pieces = training_pieces(self._model, self._optimizers, self._engine.owned_matrices())
+    def save(self, step: int, loader: HasPosition) -> None:
+        """Begin to write the checkpoint of `step`; training may go on at once.
+
+        One that could not be written is told and let pass, since a full disk may have room again
+        at the next. That one is waited for, and ends the run if it fails too.
+        """
+        failed, self._failed = self._last_save_failed() or self._failed, False
+        self._optimizers.initialise_state()  # before the first step there is none
         facts: dict[str, Any] = {
             "loader": loader.state_dict(),
             "optimizers": self._optimizers.counters(),
+            "non_finite": self.non_finite.state_dict(),
             "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         }
+        if self._theirs is not None:
+            self._theirs.save(step, facts)
+            return
+        pieces = self._engine.pieces(self._optimizers)
         self._require_equal_replicas(step, pieces)
-        self._writer.save(step, pieces, facts, self._asynchronous)
+        self._writer.save(step, pieces, facts, self._run.async_checkpoint and not failed)
 
     def _require_equal_replicas(self, step: int, pieces: Pieces) -> None:
         """Ranks that hold the same part hold the same numbers, or the checkpoint would mix two."""
@@ -76,6 +107,25 @@ class RunState:
         """Until the checkpoint that is being written is complete."""
         self._writer.wait()
 
+    def tell_failure(self) -> None:
+        """Say so as soon as a checkpoint could not be written. To be called often: it is cheap."""
+        error = self._writer.failure
+        if isinstance(error, UserError) and error is not self._told:
+            self._told = error
+            if self._engine.processes.rank == 0:
+                line = f"warning: {error}; the run goes on and tries again at the next checkpoint"
+                print(line, file=sys.stderr, flush=True)
+
+    def _last_save_failed(self) -> bool:
+        """On all ranks alike; what went wrong has been told."""
+        self._writer.join()
+        self.tell_failure()
+        try:
+            self.wait()
+        except UserError:
+            return True
+        return False
+
     @contextmanager
     def finishing(self) -> Iterator[None]:
         """Leave no checkpoint half-written behind, also where an error ends the run."""
@@ -87,34 +137,74 @@ class RunState:
             raise
         self.wait()
 
-    def resume(self, loader: Loader) -> int:
+    def resume(self, loader: HasPosition) -> int:
         """Take up the newest checkpoint; the step it is of, 0 where there is none."""
-        processes = self._engine.processes
-        path = processes.first_does(lambda: latest_checkpoint(self._directory))
+        path = self._newest_checkpoint()
         if path is None:
-            if self._init_from:
-                self._start_from(Path(self._init_from))
+            if self._run.init_from:
+                self._start_from(Path(self._run.init_from))
             return 0
-        try:
-            verify_checkpoint(path, processes.checkpoint_group)
-        except UserError as error:
-            raise UserError(f"{error}; remove {path} to go on from the one before it") from None
-        facts = read_facts(path)
-        owned = self._engine.owned_matrices()
-        pieces = training_pieces(self._model, self._optimizers, owned)
-        load_pieces(path, pieces, processes.checkpoint_group)
-        if owned is not None:
-            owned.rows_from_owners()
-        self._optimizers.set_counters(facts["step"], facts["optimizers"])
+        facts = self._load(path)
+        self.non_finite.load_state_dict(_non_finite_in(facts))
         loader.load_state_dict(facts["loader"])
         rng = bytearray(base64.b64decode(facts["rng"]))
         torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
         return facts["step"]
 
+    def _newest_checkpoint(self) -> Path | None:
+        processes = self._engine.processes
+        newest = processes.first_does(lambda: self._directory.newest_checkpoint(self._format))
+        if self._theirs is not None:  # which has no sums to be checked by
+            return newest
+        return newest_whole_checkpoint(self._checkpoints, processes.checkpoint_group)
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """Make weights and optimizers those of a checkpoint, whose files were verified."""
+        if self._theirs is not None:
+            facts = self._theirs.load(path)
+        else:
+            facts = read_facts(path)
+            pieces = self._engine.pieces(self._optimizers)
+            load_pieces(path, pieces, self._engine.processes.checkpoint_group)
+            self._engine.pieces_loaded(pieces, self._optimizers)
+        updates = facts["step"] - _non_finite_in(facts)["missing"]
+        self._optimizers.set_counters(updates, facts["optimizers"])
+        return facts
+
+    def without_update(self, step: int, what: str) -> str:
+        """Let step number `step` pass, which would have been one with `what`; the line to tell."""
+        line = self.non_finite.add(step, what)
+        self._engine.discard_gradients()
+        if self._run.on_non_finite == "rollback":
+            there = self.go_back(step)
+            return f"{line}; the weights are those of step {there} again, the data goes on"
+        self.non_finite.skip()
+        return f"{line}; its batch was left out"
+
+    def go_back(self, step: int) -> int:
+        """After step number `step`, take weights and optimizers of the newest regular checkpoint.
+
+        Of those that a signal made there may be more or fewer in a run that was interrupted, so
+        they are taken only if there is no other. Returns the step it is of.
+        """
+        beat("the way back to a checkpoint", slow=True)
+        self._failed |= self._last_save_failed()
+        processes = self._engine.processes
+        found = processes.first_does(lambda: complete_checkpoints(self._checkpoints))
+        regular = [there for there in found if there % self._run.checkpoint_every == 0]
+        if not found:
+            raise RunFailed(f"step {step}: there is no checkpoint to go back to yet")
+        path = found[max(regular or found)]
+        if self._theirs is None:
+            verify_checkpoint(path, processes.checkpoint_group)
+        facts = self._load(path)
+        self._engine.weights_changed()
+        self.non_finite.gone_back(step, facts["step"], _non_finite_in(facts)["missing"])
+        return facts["step"]
+
     def _start_from(self, path: Path) -> None:
         """Weights out of an export of the same architecture; each process reads what it keeps."""
-        owned = self._engine.owned_matrices()
-        weights = training_pieces(self._model, None, owned)
+        weights = self._engine.pieces(None)
         named = {name.removeprefix("model."): piece for name, piece in weights.items()}
 
         def read() -> None:
@@ -129,8 +219,12 @@ class RunState:
                         raise UserError(str(error)) from None
 
         self._engine.processes.everywhere(read)
-        if owned is not None:
-            owned.rows_from_owners()
+        self._engine.pieces_loaded(weights, None)
+
+
+def _non_finite_in(facts: dict[str, Any]) -> dict[str, int]:
+    """Checkpoints from before there was a policy know of none."""
+    return facts.get("non_finite", {"count": 0, "missing": 0})
 
 
 def _require_same_architecture(path: Path, there: LipNeXtConfig, here: LipNeXtConfig) -> None:

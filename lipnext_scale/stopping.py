@@ -1,16 +1,20 @@
-"""Ctrl-C and SIGTERM as a wish to stop at the next safe moment."""
+"""Ctrl-C, SIGTERM and SIGUSR1 as a wish to stop at the next safe moment.
+
+SIGUSR1 is what Slurm sends before a job's time is over (launch/*.slurm): the run saves and leaves
+as if it had finished, so that no launcher starts it again, and asks for a requeue in its directory.
+"""
 
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from signal import Signals
 from types import FrameType
 
 GRACE = 5.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass
@@ -22,22 +26,26 @@ class StopWish:
 
 
 @contextmanager
-def stop_wishes() -> Iterator[StopWish]:
+def stop_wishes(
+    wish: StopWish | None = None, signals: Iterable[Signals] = SIGNALS
+) -> Iterator[StopWish]:
     """Inside, the first signal is only noted; one after GRACE acts as it would have without us.
 
     Those in between are the same wish again: a launcher that is told to stop together with its
-    processes passes it on to them.
+    processes passes it on to them. SIGUSR1 never acts: it is a warning, however often it comes,
+    and another signal after it is a first one.
+    wish: where to note it; one that was noted there before counts.
     """
-    wish = StopWish()
+    wish = wish or StopWish()
     if threading.current_thread() is not threading.main_thread():
         yield wish  # handlers belong to the main thread
         return
-    previous = {number: signal.getsignal(number) for number in SIGNALS}
+    previous = {number: signal.getsignal(number) for number in signals}
 
     def note(number: int, _frame: FrameType | None) -> None:
-        if wish.signal is None:
+        if wish.signal is None or (wish.signal == signal.SIGUSR1 != number):
             wish.signal, wish.since = Signals(number), time.monotonic()
-        elif time.monotonic() - wish.since > GRACE:
+        elif number != signal.SIGUSR1 and time.monotonic() - wish.since > GRACE:
             restore()
             signal.raise_signal(number)
 
@@ -45,7 +53,7 @@ def stop_wishes() -> Iterator[StopWish]:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
-    for number in SIGNALS:
+    for number in previous:
         signal.signal(number, note)
     try:
         yield wish

@@ -2,43 +2,84 @@
 
     python -m lipnext_scale.train --config configs/digits.yaml [section.key=value ...]
     torchrun --nproc-per-node 8 -m lipnext_scale.train --config configs/imagenet_1b.yaml
-    accelerate launch --num_processes 8 -m lipnext_scale.train --config configs/imagenet_1b.yaml
+    accelerate launch --config_file launch/accelerate/fsdp2.yaml \\
+        -m lipnext_scale.train --config configs/imagenet_1b.yaml
+    deepspeed --num_gpus 8 --module lipnext_scale.train \\
+        --deepspeed_config launch/deepspeed/zero2.json --config configs/imagenet_1b.yaml
+    sbatch launch/imagenet_1b.slurm [section.key=value ...]          (docs/cluster.md)
 
-A run directory that holds a checkpoint is continued from it, exactly.
+What accelerate's configuration or a DeepSpeed file says is taken over, and must agree with the rest
+(docs/engines.md). A run directory that holds a checkpoint is continued from it, exactly.
 """
+
+import argparse
+import os
+from signal import SIGUSR1
 
 from lipnext_scale import config as configuration
 from lipnext_scale.cpu import keep_freed_memory
-from lipnext_scale.errors import ArgumentParser, Stopped, command
+from lipnext_scale.errors import ArgumentParser, Stopped, UserError, command
+from lipnext_scale.launch_environment import launcher_settings
+from lipnext_scale.preflight import check_run
 from lipnext_scale.recipe import load_recipe
+from lipnext_scale.stopping import stop_wishes
 from lipnext_scale.trainer import Trainer
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
+    arguments = _parse(argv)
+    launcher = launcher_settings(os.environ, arguments.deepspeed_config, arguments.ranks)
+    recipe = load_recipe(arguments.config, arguments.overrides, launcher)
+    if arguments.print_config:
+        print(configuration.dump(recipe), end="")
+        return
+    if arguments.check:
+        ranks = arguments.ranks or 1
+        check_run(recipe, ranks, arguments.ranks_per_node or ranks)
+        print(f"run.dir: {os.path.abspath(recipe.run.dir)}")
+        return
+    keep_freed_memory()
+    # Slurm's warning may come while the shards are looked through: the first step then heeds it.
+    with stop_wishes(signals=(SIGUSR1,)) as wish:
+        trainer = Trainer(recipe, wish)
+        try:
+            trainer.run()
+        except Stopped:  # on all ranks at the same step
+            trainer.close()
+            raise
+        trainer.close()  # but not where one rank failed: it must not wait for the others
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(prog="lipnext_scale.train", description="Train a LipNeXt.")
     parser.add_argument("--config", help="YAML file, such as configs/digits.yaml")
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration and stop"
     )
     parser.add_argument(
+        "--check", action="store_true", help="look at settings, devices and data, and stop"
+    )
+    for option, meaning in (("--ranks", "in all"), ("--ranks-per-node", "of a node")):
+        parser.add_argument(option, type=int, metavar="N", help=f"--check: processes {meaning}")
+    parser.add_argument(
+        "--deepspeed_config", metavar="FILE", help="JSON file, such as launch/deepspeed/zero2.json"
+    )
+    # Customary beside the file, which says it all.
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+    # The deepspeed launcher adds this one by itself; the environment tells the same.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="set over the file"
     )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.config is None and not arguments.overrides:
         parser.error("nothing to train: give --config, such as --config configs/digits.yaml")
-    recipe = load_recipe(arguments.config, arguments.overrides)
-    if arguments.print_config:
-        print(configuration.dump(recipe), end="")
-        return
-    keep_freed_memory()
-    trainer = Trainer(recipe)
-    try:
-        trainer.run()
-    except Stopped:  # on all ranks at the same step
-        trainer.close()
-        raise
-    trainer.close()  # but not where one rank failed: it must not wait for the others
+    for option in ("ranks", "ranks_per_node"):
+        number = getattr(arguments, option)
+        if number is not None and number < 1:
+            raise UserError(f"--{option.replace('_', '-')} {number}: must be at least 1")
+    return arguments
 
 
 if __name__ == "__main__":

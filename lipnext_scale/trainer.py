@@ -1,25 +1,25 @@
 """The training loop: data → model → loss → engine → optimizers, and what happens between steps."""
 
 import time
-from signal import Signals
+from contextlib import AbstractContextManager
+from signal import Signals, raise_signal
 
 import torch
 from torch import Tensor
 
-from lipnext_scale.certify.radius import nominal_radii
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data import Batch, DataSets, StreamLoader
-from lipnext_scale.data.bad_samples import BadSamples
 from lipnext_scale.data.workers import lost_a_worker
 from lipnext_scale.data_check import require_same_samples, require_whole_shards
-from lipnext_scale.errors import RunFailed, Stopped, UserError
+from lipnext_scale.errors import RunFailed, Stopped
+from lipnext_scale.faults.non_finite import what_is_not_finite
+from lipnext_scale.faults.watchdog import collective_timeout, watching
+from lipnext_scale.files import os_error_in_words
+from lipnext_scale.heartbeat import beat
 from lipnext_scale.losses import class_distances, compute_loss, training_radius
-from lipnext_scale.metrics import Metrics
 from lipnext_scale.models import LipNeXt
-from lipnext_scale.optim import Optimizers, local_part
+from lipnext_scale.observe import Observer, to_unit_range
 from lipnext_scale.parallel import build_engine, lost_a_peer
-from lipnext_scale.parallel.measuring import StepMeasurement
-from lipnext_scale.progress import Progress
 from lipnext_scale.recipe import Recipe
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.run_state import RunState
@@ -29,28 +29,34 @@ from lipnext_scale.stopping import StopWish, stop_wishes
 class Trainer:
     """A run: built from a recipe, continued from its newest checkpoint, trained to the end."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, wish: StopWish | None = None) -> None:
         self.recipe = recipe
+        self.wish = wish or StopWish()  # it may be there before the first step
         torch.manual_seed(recipe.run.seed)  # nothing draws from it yet, and nothing may differ
         model = recipe.model
-        self.data = DataSets(recipe.data, model.image_size, model.in_channels, model.num_classes)
-        self.engine = build_engine(recipe.parallel, recipe.run.device)
-        self.processes = self.engine.processes
         self.directory = RunDirectory(recipe.run.dir)
+        known = self.directory.whole_files()
+        self.data = DataSets(
+            recipe.data, model.image_size, model.in_channels, model.num_classes, known
+        )
+        self.engine = build_engine(
+            recipe.parallel,
+            recipe.run.device,
+            batch_size=recipe.data.batch_size,
+            timeout=collective_timeout(recipe.run.hang_timeout),
+        )
+        self.processes = self.engine.processes
         self.loader = self._build_loader()
-        self.bad_samples = BadSamples(
-            recipe.data.bad_sample_limit, self.directory.bad_samples, writes=self.is_first
-        )
         self.processes.first_does(lambda: self.directory.require_free_or_same(recipe))
-        checked = self._check_shards()
+        checked = self._check_shards(known)
         self.model = self._build_model()
-        self.optimizers = Optimizers(self.model, recipe.optim, self.engine.manifold_optimizer)
-        self.state = RunState(
-            self.directory.checkpoints, recipe.run, self.engine, self.model, self.optimizers
-        )
-        self.wish = StopWish()
+        self.optimizers = self.engine.optimizers(recipe.optim)
+        self.state = RunState(self.directory, recipe.run, self.engine, self.model, self.optimizers)
         self.stop_signal: Signals | None = None
-        self.step = self.started_at = self.state.resume(self.loader)
+        self.step = self.state.resume(self.loader)
+        self.observer = Observer(
+            recipe, self.engine, self.optimizers, self.data, self.loader, self.step
+        )
         self.processes.first_does(lambda: self.directory.open_for(recipe, checked))
         if self.step and self.is_first:
             print(f"continuing {self.directory.path} from step {self.step}")
@@ -67,11 +73,10 @@ class Trainer:
         pin_memory = self.processes.device.type == "cuda"
         return self.data.training_loader(self.recipe.run.seed, rank, world_size, pin_memory)
 
-    def _check_shards(self) -> list[str]:
+    def _check_shards(self, known: frozenset[str]) -> list[str]:
         """What is known of the shards after looking at those that have not been looked at."""
         if not self.recipe.data.verify:
             return []
-        known = self.directory.whole_files()
         return require_whole_shards(self.data.all, self.processes, known)
 
     def _build_model(self) -> LipNeXt:
@@ -93,29 +98,32 @@ class Trainer:
     @property
     def total_steps(self) -> int:
         """The steps of the whole schedule."""
-        return self.recipe.optim.epochs * self.loader.steps_per_epoch
+        return self.observer.total_steps
 
     @property
     def last_step(self) -> int:
         """Where this process stops."""
-        return min(self.total_steps, self.recipe.run.max_steps or self.total_steps)
+        return self.observer.last_step
 
     def run(self) -> None:
         run = self.recipe.run
         if self.step >= self.last_step:
             self._say(f"{run.dir}: already at step {self.step} of {self.last_step}: nothing to do")
+            self.directory.lock.release()
             return
-        metrics = self._open_metrics()
-        self._say(self._introduction())
-        progress = Progress(self.last_step, self.step, title="train", silent=not self.is_first)
+        self.observer.open(self.directory)
+        self.observer.say(self._introduction())
         try:
-            with stop_wishes() as self.wish, self.state.finishing():
-                self._loop(metrics, progress)
+            with self._watching(), stop_wishes(self.wish), self.state.finishing():
+                self._loop()
+            self.observer.finish()
         except BrokenPipeError:  # of whoever reads our output: not the run's
             raise
         except OSError as error:
-            where = error.filename or run.dir
-            raise RunFailed(f"step {self.step}: {where}: {error.strerror}") from None
+            why = os_error_in_words(error, self.directory.path)
+            raise RunFailed(
+                f"step {self.step}: {why}; the same command continues {run.dir}"
+            ) from None
         except RuntimeError as error:
             if lost_a_worker(error):
                 raise RunFailed(
@@ -124,33 +132,28 @@ class Trainer:
                 ) from None
             if not lost_a_peer(error):
                 raise
+            if self.wish.signal is not None and not self.is_first:
+                raise_signal(self.wish.signal)  # the launcher waits for our end
             raise RunFailed(
                 f"step {self.step}: another process has ended; the same command continues {run.dir}"
             ) from None
         finally:
-            progress.close()
-            if metrics is not None:
-                metrics.close()
+            self.observer.close()
+            self.directory.lock.release()
         self._say(f"{run.dir}: at step {self.step} of {self.total_steps}")
+
+    def _watching(self) -> AbstractContextManager[None]:
+        start = self.processes.first_does(lambda: time.strftime("%Y-%m-%d_%H-%M-%S"))
+        return watching(
+            self.recipe.run.hang_timeout,
+            self.directory.hangs / start,
+            self.processes.rank,
+            self.processes.world_size,
+        )
 
     def close(self) -> None:
         """Leave the other processes."""
         self.processes.close()
-
-    def _open_metrics(self) -> Metrics | None:
-        """The first rank's; the others have none."""
-
-        def open_on_first() -> None:
-            try:
-                opened.append(
-                    Metrics(self.directory.metrics, self.directory.tensorboard, self.step)
-                )
-            except OSError as error:
-                raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
-
-        opened: list[Metrics] = []
-        self.processes.first_does(open_on_first)
-        return opened[0] if opened else None
 
     def _say(self, line: str) -> None:
         if self.is_first:
@@ -158,7 +161,7 @@ class Trainer:
 
     def _introduction(self) -> str:
         model, count = self.recipe.model, self.processes.world_size
-        others = sum(p.numel() for p in self.model.parameters()) - model.bank_parameters
+        others = self.engine.parameter_count() - model.bank_parameters
         places = f"{count} × {self.processes.device.type}" if count > 1 else self.processes.device
         return (
             f"LipNeXt L{model.depth}W{model.width} ({model.parametrisation}): "
@@ -167,59 +170,33 @@ class Trainer:
             f"into {self.recipe.run.dir}"
         )
 
-    def _loop(self, metrics: Metrics | None, progress: Progress) -> None:
-        run = self.recipe.run
-        clock, timed_from = time.perf_counter(), self.step
+    def _loop(self) -> None:
         for batch in self.loader:
-            with StepMeasurement(self.engine, self.optimizers, self._measure_now()) as measured:
+            with self.observer.step(self.step + 1) as measured:
                 values = self.train_step(batch)
-            progress.advance()
-            done = self.step == self.last_step
-            due = self.step % run.log_every == 0 or self.step == self.total_steps
-            if due or done:
-                rate = (self.step - timed_from) / (time.perf_counter() - clock)
-                clock, timed_from = time.perf_counter(), self.step
-                told = {name: float(value) for name, value in values.items()}
-                told["images_per_second"] = rate * self.recipe.data.batch_size
-                told |= self.loader.stats.take()
-                self._tell_bad_samples(told, progress)
-                if due and metrics is not None:  # a stop in between leaves no trace in the metrics
-                    metrics.write(self.step, told)
-                progress.say(self._line(batch, told))
-            if measured.values and metrics is not None:
-                metrics.write(self.step, measured.values)
+            beat()
+            self.state.tell_failure()
+            self.state.non_finite.tell(values)
+            self.observer.after_step(self.step, values, measured.values)
             if batch.last_of_epoch and self._evaluation_is_due(batch.epoch):
-                scores = self.evaluate()
-                if metrics is not None:
-                    metrics.write(self.step, scores)
-                progress.say("  " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items()))
-            self._save_or_stop(done, progress)
+                self.observer.evaluate(self.step)
+            done = self.step == self.last_step
+            self._save_or_stop(done)
             if done:
                 return
+            beat(f"step {self.step + 1}")
 
-    def _tell_bad_samples(self, told: dict[str, float], progress: Progress) -> None:
-        """Name those of all ranks that had to be replaced since the last time."""
-        if self.recipe.data.on_bad_sample != "substitute":
-            return
-        reports = self.processes.gather_objects(self.loader.stats.take_bad())
-        for line in self.bad_samples.add([bad for of_rank in reports for bad in of_rank]):
-            progress.say(line)
-        told["data/bad_samples"] = len(self.bad_samples)
-
-    def _measure_now(self) -> bool:
-        every, done = self.recipe.run.measure_every, self.step - self.started_at
-        # The first steps of a process also make buffers and, with DDP, settle their order.
-        return bool(every) and (done == 2 or (self.step + 1) % every == 0)
-
-    def _save_or_stop(self, done: bool, progress: Progress) -> None:
+    def _save_or_stop(self, done: bool) -> None:
         run, signal = self.recipe.run, self.stop_signal
         regular = run.checkpoint_every and self.step % run.checkpoint_every == 0
         if done or regular or signal:
             self.save()
         if signal and not done:
-            self._tell_bad_samples({}, progress)
+            self.observer.tell_bad_samples({})
             self.state.wait()
             told_by = f"{signal.name} at step {self.step}: saved"
+            if signal is Signals.SIGUSR1:
+                self.processes.first_does(lambda: self.directory.ask_for_requeue(told_by))
             raise Stopped(signal, f"{told_by}; the same command continues {run.dir}")
 
     def train_step(self, batch: Batch) -> dict[str, float | Tensor]:
@@ -234,12 +211,15 @@ class Trainer:
 
         self.optimizers.zero_grad()
         loss, accuracy = self._gradients(images, labels, epsilon)
+        self.observer.gradients_made()
         norm = self.engine.gradient_norm()
         loss, accuracy = self._over_all_ranks(loss, accuracy)
-        self._require_finite(loss, norm)
-        self.engine.clip_gradients(optim.clip_norm, norm)
-        self._update()
+        finite = self._is_finite(loss, norm)
+        if finite:
+            self.engine.clip_gradients(optim.clip_norm, norm)
+            self._update()
         self.step += 1
+        self.observer.weights_moved(self.state.non_finite.updates(self.step) if finite else 0)
         if batch.last_of_epoch:
             self.optimizers.retract()
         return {
@@ -278,65 +258,21 @@ class Trainer:
                 f"step {self.step + 1}: {error}; lower optim.lr; the last checkpoint is whole"
             ) from None
 
-    def _require_finite(self, loss: Tensor, norm: Tensor) -> None:
-        """Stop before the update, naming the step and the first tensor that is not finite."""
-        if bool(torch.isfinite(loss + norm)):  # one look at the device for both
-            return
-        where = f"step {self.step + 1}"
-        if not torch.isfinite(loss):
-            raise RunFailed(f"{where}: the loss is {loss.item()}; the weights were not updated")
-        bad = [
-            name
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None and not local_part(parameter.grad).isfinite().all()
-        ]
-        anywhere = {name for names in self.processes.gather_objects(bad) for name in names}
-        for name, _ in self.model.named_parameters():
-            if name in anywhere:
-                raise RunFailed(
-                    f"{where}: the gradient of {name} is not finite; the weights were not updated"
-                )
-        raise RunFailed(
-            f"{where}: the gradient norm is {norm.item()}; the weights were not updated"
-        )
+    def _is_finite(self, loss: Tensor, norm: Tensor) -> bool:
+        """Whether there is an update; if not, the run ends or `run.on_non_finite` has been done."""
+        what = what_is_not_finite(self.engine, loss, norm)
+        if what is not None:
+            self.observer.say(self.state.without_update(self.step + 1, what))
+        return what is None
 
     def evaluate(self) -> dict[str, float]:
-        """Clean and certified accuracy of the slow weights on the test set, taking K as 1.
-
-        A quick look while training; the certificate itself comes from lipnext_scale.certify, which
-        bounds K from the stored weights.
-        """
-        test = self.data.test_set(self.processes.rank, self.processes.world_size)
-        counts = torch.zeros(2, dtype=torch.float64)
-        with self.optimizers.slow_weights(), torch.no_grad():
-            for batch in test:
-                images = to_unit_range(batch.images, self.processes.device)
-                labels, radii = nominal_radii(*self.engine.forward(images))
-                correct = (labels.cpu() == batch.labels) & batch.counted
-                certified = correct & (radii.cpu() >= self.recipe.loss.epsilon)
-                counts += torch.stack([correct.sum(), certified.sum()])
-            self.engine.weights_changed()
-        clean, cra = self.processes.gather(counts.to(self.processes.device)).sum(0).tolist()
-        samples = len(self.data.test)
-        return {"test/clean_accuracy": clean / samples, "test/nominal_cra": cra / samples}
+        """Clean and certified accuracy of the slow weights on the test set, taking K as 1."""
+        return self.observer.scores.of_test_set()
 
     def _evaluation_is_due(self, epoch: int) -> bool:
         every = self.recipe.run.eval_every
         return bool(every) and ((epoch + 1) % every == 0 or epoch + 1 == self.recipe.optim.epochs)
 
-    def _line(self, batch: Batch, told: dict[str, float]) -> str:
-        return (
-            f"epoch {batch.epoch + 1}/{self.recipe.optim.epochs}"
-            f"  step {self.step}/{self.total_steps}"
-            f"  loss {told['train/loss']:.4f}  accuracy {told['train/accuracy']:.3f}"
-            f"  lr {told['train/lr']:.2e}  ε {told['train/epsilon']:.3f}"
-            f"  {told['images_per_second']:.0f} images/s"
-        )
-
     def save(self) -> None:
+        beat(f"the checkpoint of step {self.step}", slow=True)
         self.state.save(self.step, self.loader)
-
-
-def to_unit_range(images: Tensor, device: torch.device) -> Tensor:
-    """uint8 → float32 in [0, 1], converted on the device."""
-    return images.to(device, non_blocking=True).float().div_(255)

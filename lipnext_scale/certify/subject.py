@@ -70,7 +70,11 @@ def _data_config(arguments: argparse.Namespace, path: Path, run: RunDirectory | 
     if pattern is None:
         raise UserError(f"{path}: is an export and needs --data, the shards of a test set")
     resize, workers = arguments.resize, arguments.workers
+    cache_dir = stage_dir = ""
     if recorded is not None:
+        cache_dir = recorded.cache_dir
+        # This may be another machine than those that trained, without their disks.
+        stage_dir = recorded.stage_dir if Path(recorded.stage_dir).is_dir() else ""
         resize = recorded.test_resize if resize is None else resize
         workers = recorded.workers if workers is None else workers
     return DataConfig(
@@ -78,7 +82,8 @@ def _data_config(arguments: argparse.Namespace, path: Path, run: RunDirectory | 
         pattern,
         test_resize=resize or 0,
         workers=workers or 0,
-        cache_dir=recorded.cache_dir if recorded is not None else "",
+        cache_dir=cache_dir,
+        stage_dir=stage_dir,
     )
 
 

@@ -5,6 +5,7 @@ Beside `step-000000100` there may be, for a moment or after a kill:
     step-000000100.partial    being written
     step-000000100.replaced   complete, about to be replaced by a new one of the same step
     step-000000100.deleting   being removed
+    step-000000100.damaged-1  found damaged, and kept for its owner to look at
 """
 
 import itertools
@@ -22,6 +23,13 @@ _STEP = re.compile("step-([0-9]{9,})")
 
 def checkpoint_name(step: int) -> str:
     return f"step-{step:09d}"
+
+
+def step_of(path: Path) -> int:
+    """Of a checkpoint that `latest_checkpoint` has found."""
+    match = _STEP.match(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
@@ -65,14 +73,15 @@ def point_latest(directory: Path) -> None:
     assert newest is not None
     link, aside = directory / LATEST, directory / (LATEST + PARTIAL)
     if link.is_dir() and not link.is_symlink():  # a run that was copied without its links
-        link.rename(_unused(directory, f"{LATEST}.copy"))
+        link.rename(unused(directory / f"{LATEST}.copy"))
     aside.unlink(missing_ok=True)
     aside.symlink_to(newest.name)
     aside.replace(link)
 
 
-def _unused(directory: Path, name: str) -> Path:
-    names = (directory / f"{name}-{number}" for number in itertools.count(1))
+def unused(path: Path) -> Path:
+    """The path with the first number behind it that nothing has yet."""
+    names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
     return next(path for path in names if not path.exists())
 
 

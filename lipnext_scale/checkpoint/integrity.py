@@ -14,8 +14,15 @@ SUMS = "SHA256SUMS"
 _BLOCK = 4 << 20
 
 
+class Damaged(UserError):
+    """The checkpoint is not what was written, whoever reads it and when."""
+
+
 def verify_checkpoint(path: Path, group: Group = None) -> None:
-    """Raise a UserError that names the first damaged, missing or superfluous file."""
+    """Raise a Damaged that names the first damaged, missing or superfluous file.
+
+    One that cannot be read, perhaps only now or only by us, is another UserError.
+    """
     digests = first_alone(group, lambda: listed_files(path))
     mine = sorted(digests)[rank_in(group) :: size_of(group)]
     everywhere(group, lambda: _require_intact(path, {name: digests[name] for name in mine}))
@@ -27,13 +34,11 @@ def listed_files(path: Path) -> dict[str, str]:
     try:
         present = {entry.name for entry in path.iterdir()} - {SUMS}
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        raise _unreadable(path, error) from None
     for name in sorted(digests.keys() - present):
-        raise UserError(f"{path / name}: is missing from the checkpoint")
+        raise Damaged(f"{path / name}: is missing from the checkpoint")
     for name in sorted(present - digests.keys()):
-        raise UserError(
-            f"{path / name}: does not belong to the checkpoint: {SUMS} has no such file"
-        )
+        raise Damaged(f"{path / name}: does not belong to the checkpoint: {SUMS} has no such file")
     return digests
 
 
@@ -48,10 +53,10 @@ def read_sums(file: Path) -> dict[str, str]:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+        raise _unreadable(file, error) from None
     lines = content[: content.rstrip(b"\n").rfind(b"\n") + 1]
     if content != lines + _seal(lines):
-        raise UserError(f"{file}: is damaged: its last line is not the sum of the others")
+        raise Damaged(f"{file}: is damaged: its last line is not the sum of the others")
     pairs = (line.split("  ", 1) for line in lines.decode().splitlines())
     return {name: digest for digest, name in pairs}
 
@@ -72,9 +77,16 @@ def _require_intact(path: Path, digests: dict[str, str]) -> None:
         try:
             found = digest_on_disk(path / name)
         except OSError as error:
-            raise UserError(f"{path / name}: cannot be read: {error.strerror}") from None
+            raise _unreadable(path / name, error) from None
         if found != digest:
-            raise UserError(f"{path / name}: is damaged: its checksum is not the one in {SUMS}")
+            raise Damaged(f"{path / name}: is damaged: its checksum is not the one in {SUMS}")
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    """What is not there, or no file, will not be one at another time either."""
+    lasting = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
+    kind = Damaged if lasting else UserError
+    return kind(f"{path}: cannot be read: {error.strerror}")
 
 
 def _seal(lines: bytes) -> bytes:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from lipnext_scale.agreement import Group, reason_of
 from lipnext_scale.checkpoint.pieces import Pieces
 from lipnext_scale.errors import UserError
+from lipnext_scale.heartbeat import beat
 
 METADATA = ".metadata"
 _DATA_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
@@ -69,6 +70,7 @@ class HashedStream(io.BufferedIOBase):
             self.failure = error
             raise
         self.digest.update(data)
+        beat()
         return len(data)
 
     def flush(self) -> None:

@@ -6,7 +6,9 @@ a thread    writes them aside, reads them back, gives the directory its name, re
 wait()      until that is done; raises what went wrong
 """
 
+import errno
 import json
+import os
 import shutil
 import sys
 import threading
@@ -36,7 +38,7 @@ from lipnext_scale.checkpoint.planner import PieceSavePlanner
 from lipnext_scale.checkpoint.reader import FACTS, FORMAT
 from lipnext_scale.checkpoint.storage import HashedFiles, HashedWriter, run_dcp
 from lipnext_scale.errors import UserError
-from lipnext_scale.files import PARTIAL
+from lipnext_scale.files import PARTIAL, free_space
 
 
 class CheckpointWriter:
@@ -84,11 +86,20 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Until the save under way is complete; raises what went wrong in it."""
+        self.join()
+        if self._errors:
+            raise self._errors.pop()
+
+    def join(self) -> None:
+        """Until the save under way is complete or has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._errors:
-            raise self._errors.pop()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What went wrong in the last save, until wait() or save() raises it."""
+        return self._errors[0] if self._errors else None
 
     def _prepare(self, step: int, facts: dict[str, Any]) -> int:
         """Encode the facts, of which only the first process's are written, as they are now."""
@@ -119,6 +130,8 @@ class CheckpointWriter:
         try:
             self._write(self.directory / checkpoint_name(step))
             first_alone(self.group, lambda: self._retain(step))
+        except UserError as error:
+            self._errors.append(_with_free_space(error, self.directory))
         except BaseException as error:
             self._errors.append(error)
 
@@ -196,6 +209,14 @@ def _finish(path: Path, partial: Path, files: HashedFiles, digests: list[dict[st
         sync_directory(partial)
         give_name(partial, path)
         point_latest(path.parent)
+
+
+def _with_free_space(error: UserError, directory: Path) -> UserError:
+    """For a full disk, how much it has left without the part that was written and removed."""
+    full = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+    if not str(error).endswith(full):
+        return error
+    return UserError(f"{error}, {free_space(directory)} are free there")
 
 
 def _complaint(path: Path) -> str:

@@ -86,7 +86,8 @@ class Head(nn.Module):
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_classes, width))
+        self.shape = num_classes, width  # of the whole weight, of which a process may hold less
+        self.weight = nn.Parameter(torch.empty(self.shape))
         self.bias = nn.Parameter(torch.empty(num_classes))
 
     def normalized_weight(self) -> Tensor:
@@ -107,7 +108,7 @@ class Head(nn.Module):
     def initial_weight(self, seed: int) -> Tensor:
         """On the CPU whatever the default device, as `random_orthogonal`."""
         generator = torch.Generator().manual_seed((seed * 1_000_003 + 999_983) % 2**63)
-        return torch.randn(tuple(self.weight.shape), generator=generator, device="cpu")
+        return torch.randn(self.shape, generator=generator, device="cpu")
 
 
 class LipNeXt(nn.Module):

@@ -49,10 +49,35 @@ def adam_direction(
     Δ is exactly skew: m is skew, v is symmetric, and every operation here is elementwise.
     """
     beta1, beta2 = betas
-    correction1 = 1 - beta1**step if bias_correction else 1.0
-    correction2 = 1 - beta2**step if bias_correction else 1.0
     exp_avg.lerp_(gradient, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    return direction_of(
+        exp_avg,
+        exp_avg_sq,
+        step=step,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        bias_correction=bias_correction,
+        out=out,
+        workspace=workspace,
+    )
+
+
+def direction_of(
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    bias_correction: bool,
+    out: Tensor | None = None,
+    workspace: manifold.Workspace | None = None,
+) -> Tensor:
+    """Δ of the moments as they are: also after a step, of which it tells what was done."""
+    correction1, correction2 = (1 - beta**step if bias_correction else 1.0 for beta in betas)
     # -η·(m/c1) / (√(v/c2) + ε) = m / ((√v + ε√c2) · c1/(-η√c2))
     scratch = None if workspace is None else workspace.like("tail", exp_avg_sq)
     denominator = torch.sqrt(exp_avg_sq, out=scratch).add_(eps * correction2**0.5)

@@ -1,11 +1,11 @@
 """Both optimizers of a model as one: which parameter goes where, and the steps taken together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from lipnext_scale.config import ConfigError
 from lipnext_scale.models import BlockGroup
@@ -76,16 +76,17 @@ class ManifoldOptimizer(Protocol):
 class Optimizers:
     """Manifold Adam for the orthogonal matrices and LookaheadNAdam for the rest.
 
+    parameters: (orthogonal, euclidean), such as `split_parameters` gives them of a model.
     build_manifold: makes the former from named parameters and ManifoldAdam's arguments.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        parameters: "tuple[NamedTensors, NamedTensors]",
         config: OptimConfig,
         build_manifold: Callable[..., ManifoldOptimizer] = ManifoldAdam,
     ) -> None:
-        orthogonal, euclidean = split_parameters(model)
+        orthogonal, euclidean = parameters
         self.config = config
         self.manifold = build_manifold(
             orthogonal,
@@ -163,6 +164,7 @@ class Optimizers:
             state["mu_product"].fill_(counters["mu_product"])
 
 
+NamedTensors = Sequence[tuple[str, Tensor]]
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 

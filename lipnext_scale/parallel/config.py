@@ -11,7 +11,11 @@ class ParallelConfig:
     """None of this changes what is computed, beyond rounding (and, for bf16, its precision)."""
 
     # auto: single for one process, fsdp for several.
-    engine: Literal["auto", "single", "ddp", "fsdp"] = "auto"
+    engine: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = "auto"
+    # deepspeed: what is cut over the ranks. 1: optimizer state; 2: gradients too; 3: weights too.
+    zero_stage: int = 2
+    # deepspeed: float32 weights and optimizer state in the host's memory, and the step there.
+    offload_optimizer: bool = False
     # bank: a rank has whole matrices. row: rows of every matrix, whole ones only in the step.
     weight_layout: Literal["bank", "row"] = "bank"
     # fsdp: ranks that share one copy of the model; the others replicate. 0: the ranks of a node, or
@@ -46,14 +50,35 @@ class ParallelConfig:
             raise ConfigError(
                 "reduce_precision", "bf16", "needs precision = 'bf16'; fp32 gradients stay fp32"
             )
-        if self.shard_size and self.engine in ("single", "ddp"):
+        if self.offload_optimizer and self.engine != "deepspeed":
+            raise ConfigError(
+                "offload_optimizer", True, f"needs engine = 'deepspeed', not {self.engine!r}"
+            )
+        self._check_zero()
+        self._check_shards()
+
+    def _check_zero(self) -> None:
+        if self.zero_stage not in (1, 2, 3):
+            right = "must be 1, 2 or 3"
+            if self.zero_stage == 0:
+                right += "; what stage 0 would be is engine = 'ddp'"
+            raise ConfigError("zero_stage", self.zero_stage, right)
+        if self.engine != "deepspeed":
+            return
+        if self.compile:
+            raise ConfigError("compile", True, "needs another engine than 'deepspeed'")
+
+    def _check_shards(self) -> None:
+        if self.shard_size and self.engine in ("single", "ddp", "deepspeed"):
             raise ConfigError(
                 "shard_size", self.shard_size, f"needs engine = 'fsdp', not {self.engine!r}"
             )
-        if self.weight_layout == "row" and self.engine in ("single", "ddp"):
+        if self.weight_layout == "row" and self.engine in ("single", "ddp", "deepspeed"):
+            why = "without shards there are no rows to share"
+            if self.engine == "deepspeed":
+                why = "its shards are flat, cut between whole matrices"
             raise ConfigError(
                 "weight_layout",
                 "row",
-                f"needs engine = 'fsdp', not {self.engine!r}: "
-                "without shards there are no rows to share",
+                f"needs engine = 'fsdp', not {self.engine!r}: {why}",
             )

@@ -1,11 +1,13 @@
 """The protocol between the trainer and whatever runs the model."""
 
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from lipnext_scale.checkpoint import Pieces
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
-from lipnext_scale.optim import ManifoldOptimizer
+from lipnext_scale.optim import OptimConfig, Optimizers
 from lipnext_scale.parallel.config import ParallelConfig
 from lipnext_scale.parallel.pieces import OwnedMatrices
 from lipnext_scale.parallel.processes import Processes
@@ -34,10 +36,16 @@ class Engine(Protocol):
         """
         ...
 
-    def manifold_optimizer(
-        self, named: list[tuple[str, nn.Parameter]], **arguments: Any
-    ) -> ManifoldOptimizer:
-        """ManifoldAdam for the model's orthogonal parameters as this engine lays them out."""
+    def optimizers(self, config: OptimConfig) -> Optimizers:
+        """Both optimizers of the model as this engine lays its weights out. Once, after `build`."""
+        ...
+
+    def parameter_count(self) -> int:
+        """The numbers of the whole model, wherever they are."""
+        ...
+
+    def held_weights(self) -> Iterable[Tensor]:
+        """All tensors of weights that this process keeps from step to step."""
         ...
 
     def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
@@ -59,10 +67,29 @@ class Engine(Protocol):
         """Scale all gradients, whose global norm is `norm`, to one of at most `max_norm`."""
         ...
 
+    def not_finite(self) -> list[str]:
+        """Parameters whose gradient has a number here that is not finite, by name."""
+        ...
+
+    def discard_gradients(self) -> None:
+        """Forget them: there is no step with them."""
+        ...
+
     def weights_changed(self) -> None:
         """Drop gathered copies of the weights: they were changed by other means than a step."""
         ...
 
     def owned_matrices(self) -> OwnedMatrices | None:
         """Matrices that live whole on one rank while the parameters hold rows (layout row)."""
+        ...
+
+    def pieces(self, optimizers: Optimizers | None) -> Pieces:
+        """What this process puts into a checkpoint, or fills from one; None: the weights alone.
+
+        All processes must call it together.
+        """
+        ...
+
+    def pieces_loaded(self, pieces: Pieces, optimizers: Optimizers | None) -> None:
+        """Make the model that of the pieces, which have been filled. All processes together."""
         ...

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from lipnext_scale.checkpoint import Pieces
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
-from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, local_part
+from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, Optimizers, local_part
 from lipnext_scale.parallel.config import ParallelConfig
 from lipnext_scale.parallel.mesh import (
     REPLICATE,
@@ -43,6 +44,8 @@ class FSDPEngine(SingleEngine):
             config.shard_size, processes.world_size, processes.local_world_size
         )
         self.mesh = build_mesh(processes.device.type, processes.world_size, size)
+        for axis in (REPLICATE, SHARD):
+            processes.apply_timeout(self.mesh[axis].get_group())
         self.row_optimizer: RowManifoldAdam | None = None
 
     def describe(self) -> str:
@@ -146,6 +149,10 @@ class FSDPEngine(SingleEngine):
 
     def owned_matrices(self) -> OwnedMatrices | None:
         return self.row_optimizer
+
+    def pieces_loaded(self, pieces: Pieces, optimizers: Optimizers | None) -> None:
+        if self.row_optimizer is not None:
+            self.row_optimizer.rows_from_owners()
 
 
 def set_prefetch(groups: list[Any], ahead: int) -> None:

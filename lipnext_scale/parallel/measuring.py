@@ -48,6 +48,7 @@ def training_memory(engine: Engine, optimizers: Optimizers) -> Memory:
     """This rank's bytes of parameters, gradients and optimizer state.
 
     The owners' matrices of the row layout count as optimizer state: the model has rows beside them.
+    DeepSpeed frees gradients in its step, so that none are left to count.
     """
     owned = engine.owned_matrices()
     states: list[Mapping[Any, Any]] = [optimizers.euclidean.state]
@@ -57,4 +58,4 @@ def training_memory(engine: Engine, optimizers: Optimizers) -> Memory:
         states += [
             {"matrix": matrix, **owned.state_of(name)} for name, matrix in owned.owned.items()
         ]
-    return memory_per_rank(engine.model, states)
+    return memory_per_rank(engine.held_weights(), states)

@@ -1,11 +1,13 @@
 """The processes of a run: who we are, and what all of them agree on.
 
-torchrun and accelerate launch start the processes and tell each its place in the environment (RANK,
-WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without them we are alone.
+torchrun, accelerate launch and deepspeed start the processes and tell each its place in the
+environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; LOCAL_WORLD_SIZE, which
+deepspeed calls LOCAL_SIZE). Without them we are alone.
 """
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from lipnext_scale.agreement import everywhere, first_alone
 from lipnext_scale.config import ConfigError
+from lipnext_scale.parallel.meeting import store_of_this_start
 
 Result = TypeVar("Result")
 
@@ -23,19 +26,25 @@ class Processes:
 
     alone: this engine needs no process group where there is one process only.
     local_world_size: the processes of a node, if not as the launcher says.
+    timeout: seconds that a collective may take; None: torch's own choice.
     A process group that is there already is used as it is and left behind.
     """
 
     def __init__(
-        self, device_name: str, alone: bool = False, local_world_size: int | None = None
+        self,
+        device_name: str,
+        alone: bool = False,
+        local_world_size: int | None = None,
+        timeout: float | None = None,
     ) -> None:
+        self.timeout = None if timeout is None else timedelta(seconds=timeout)
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         self._made_group = not dist.is_initialized()
         if not self._made_group:
             self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
-        told = os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size))
-        self.local_world_size = local_world_size or int(told)
+        told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+        self.local_world_size = local_world_size or int(told or self.world_size)
         self.local_rank = int(os.environ.get("LOCAL_RANK", str(self.rank % self.local_world_size)))
         self.device = choose_device(device_name, self.local_rank)
         if self.device.type == "cuda":
@@ -52,15 +61,32 @@ class Processes:
         if dist.get_backend() != "fake":  # that of dry runs has no other beside it
             # For small things on the host, and for checkpoints, whose thread must not share a group
             # with the training.
-            self.host_group = dist.new_group(backend="gloo")
-            self.checkpoint_group = dist.new_group(backend="gloo")
+            self.host_group = dist.new_group(backend="gloo", timeout=self.timeout)
+            self.checkpoint_group = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def _make_group(self) -> None:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        if self.world_size > 1:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        # For the report of a hang: collectives that torch remembers.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        dist.init_process_group(
+            backend,
+            timeout=self.timeout,
+            world_size=self.world_size,
+            rank=self.rank,
+            store=self._store(),
+        )
+
+    def _store(self) -> dist.Store:
+        """Where processes find each other."""
+        if self.world_size == 1:
+            return dist.HashStore()
+        store, _, _ = next(dist.rendezvous("env://", self.rank, self.world_size))
+        return store_of_this_start(store, self.rank, self.world_size)
+
+    def apply_timeout(self, group: dist.ProcessGroup) -> None:
+        """To a group that torch has made with its own."""
+        if self.timeout is not None and self.host_group is not None:
+            dist.distributed_c10d._set_pg_timeout(self.timeout, group)
 
     def gather(self, values: Tensor) -> Tensor:
         """A vector of every rank, as rows [world_size, n]: the same on all."""

@@ -1,17 +1,26 @@
 """One process, one device; and the base of the engines for several."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lipnext_scale.checkpoint import Pieces
 from lipnext_scale.config import ConfigError
 from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
-from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, local_part
+from lipnext_scale.optim import (
+    ManifoldAdam,
+    ManifoldOptimizer,
+    OptimConfig,
+    Optimizers,
+    local_part,
+    split_parameters,
+)
 from lipnext_scale.parallel.config import ParallelConfig
 from lipnext_scale.parallel.grouping import choose_group_size
-from lipnext_scale.parallel.pieces import OwnedMatrices
+from lipnext_scale.parallel.pieces import OwnedMatrices, training_pieces
 from lipnext_scale.parallel.processes import Processes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -61,10 +70,20 @@ class SingleEngine:
                 group.compile()
         return model
 
+    def optimizers(self, config: OptimConfig) -> Optimizers:
+        return Optimizers(split_parameters(self.model), config, self.manifold_optimizer)
+
     def manifold_optimizer(
         self, named: list[tuple[str, nn.Parameter]], **arguments: Any
     ) -> ManifoldOptimizer:
+        """ManifoldAdam for the model's orthogonal parameters as this engine lays them out."""
         return ManifoldAdam(named, **arguments)
+
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def held_weights(self) -> Iterable[Tensor]:
+        return self.model.parameters()
 
     def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
         return self.network(images, with_head=True)
@@ -85,14 +104,30 @@ class SingleEngine:
     def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
         for gradient in self._gradients():
-            gradient.mul_(factor)
+            gradient.mul_(factor.to(gradient.device))
 
     def _gradients(self) -> list[Tensor]:
         """This process's parts of the gradients."""
         return [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
+
+    def not_finite(self) -> list[str]:
+        return [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and not local_part(parameter.grad).isfinite().all()
+        ]
+
+    def discard_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
 
     def weights_changed(self) -> None:
         pass
 
     def owned_matrices(self) -> OwnedMatrices | None:
         return None
+
+    def pieces(self, optimizers: Optimizers | None) -> Pieces:
+        return training_pieces(self.model, optimizers, self.owned_matrices())
+
+    def pieces_loaded(self, pieces: Pieces, optimizers: Optimizers | None) -> None:
+        pass  # the pieces are the model's own tensors

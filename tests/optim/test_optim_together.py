@@ -108,7 +108,9 @@ def test_a_step_moves_every_parameter_and_the_banks_stay_orthogonal():
     """Both optimizers act on one model."""
     model = LipNeXt(TINY, seed=0)
     start = weights(model)
-    train(model, Optimizers(model, OptimConfig(epochs=1, warmup_epochs=0)), range(3))
+    train(
+        model, Optimizers(split_parameters(model), OptimConfig(epochs=1, warmup_epochs=0)), range(3)
+    )
     for name, value in model.state_dict().items():
         assert not torch.equal(value, start[name]), name
     for group in model.groups:
@@ -120,7 +122,7 @@ def test_schedule_reaches_both_with_their_own_rates():
     """set_learning_rate scales both rates alike and returns the manifold's."""
     model = LipNeXt(TINY, seed=0)
     config = OptimConfig(lr=0.5, euclidean_lr=0.1, final_lr_ratio=0.01)
-    optimizers = Optimizers(model, config)
+    optimizers = Optimizers(split_parameters(model), config)
     assert optimizers.set_learning_rate(1, 100, 10) == pytest.approx(0.1)
     assert optimizers.euclidean.param_groups[0]["lr"] == pytest.approx(0.02)
     assert optimizers.set_learning_rate(99, 100, 10) == pytest.approx(0.005)
@@ -131,7 +133,7 @@ def test_slow_weights_of_all_parameters():
     """Inside, the whole model is the slow one; afterwards, also after an error, the fast one."""
     model = LipNeXt(TINY, seed=0)
     start = weights(model)
-    optimizers = Optimizers(model, OptimConfig(lookahead=6))
+    optimizers = Optimizers(split_parameters(model), OptimConfig(lookahead=6))
     train(model, optimizers, range(4))
     fast = weights(model)
     with pytest.raises(RuntimeError):
@@ -144,7 +146,7 @@ def test_slow_weights_of_all_parameters():
 def test_retract_joins_slow_and_fast_of_all_parameters():
     """After an epoch's end the slow model is the fast model, matrices and other parameters."""
     model = LipNeXt(TINY, seed=0)
-    optimizers = Optimizers(model, OptimConfig(lookahead=6))
+    optimizers = Optimizers(split_parameters(model), OptimConfig(lookahead=6))
     train(model, optimizers, range(4))
     optimizers.retract()
     fast = weights(model)
@@ -156,12 +158,12 @@ def test_state_dict_round_trip_continues_bit_equal():
     """A saved and loaded pair of optimizers continues the same run."""
     model = LipNeXt(TINY, seed=0)
     config = OptimConfig(lookahead=3, lr=0.01)
-    optimizers = Optimizers(model, config)
+    optimizers = Optimizers(split_parameters(model), config)
     train(model, optimizers, range(4))
     both = (optimizers.manifold, optimizers.euclidean)
     saved, other = [copy.deepcopy(o.state_dict()) for o in both], copy.deepcopy(model)
     train(model, optimizers, range(4, 8))
-    resumed = Optimizers(other, config)
+    resumed = Optimizers(split_parameters(other), config)
     resumed.manifold.load_state_dict(saved[0])
     resumed.euclidean.load_state_dict(saved[1])
     train(other, resumed, range(4, 8))
@@ -181,7 +183,7 @@ def test_configuration_reaches_the_optimizers():
         exp_rule="bounded",
         retract_every=9,
     )
-    optimizers = Optimizers(model, config)
+    optimizers = Optimizers(split_parameters(model), config)
     (manifold,), (euclidean,) = optimizers.manifold.param_groups, optimizers.euclidean.param_groups
     for key in ("betas", "eps", "lookahead", "second_moment_init", "exp_rule", "retract_every"):
         assert manifold[key] == getattr(config, key), key

@@ -29,6 +29,7 @@ SETTINGS = [
     "optim.warmup_epochs=1",
     "optim.lookahead=3",
     "loss.logit_scale=8",
+    "run.summary=false",
     "run.eval_every=0",
     "run.log_every=1",
     "run.checkpoint_every=0",

@@ -29,7 +29,6 @@ from lipnext_scale.checkpoint import (
 )
 from lipnext_scale.data import opening
 from lipnext_scale.models import group_reference, ops
-from lipnext_scale.parallel import training_pieces
 from lipnext_scale.parallel.single import DTYPES
 from lipnext_scale.recipe import Recipe, load_recipe
 from lipnext_scale.trainer import Trainer, to_unit_range
@@ -62,6 +61,7 @@ SETTINGS = [
     "run.eval_every=0",
     "run.checkpoint_every=0",
     "run.measure_every=0",
+    "run.summary=false",
 ]
 STEPS = 20
 # How far runs may lie apart, of the largest number of each kind: test_parallel_parity.py says why.
@@ -180,7 +180,7 @@ def held_pieces(trainer: Trainer, weights_only: bool = False) -> Pieces:
     """A copy of what this rank holds. With the state of the optimizers, which is made if need be;
     the weights alone leave the optimizers as they are."""
     optimizers = None if weights_only else trainer.optimizers
-    pieces = training_pieces(trainer.model, optimizers, trainer.engine.owned_matrices())
+    pieces = trainer.engine.pieces(optimizers)
     return {name: replace(p, tensor=p.tensor.detach().clone()) for name, p in pieces.items()}
 
 

@@ -1,5 +1,6 @@
-"""A small run as users start it: by python, torchrun or accelerate, watched and interfered with."""
+"""A small run as users start it: by a launcher or without, watched and interfered with."""
 
+import importlib.util
 import os
 import signal
 import socket
@@ -7,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 # 120 steps of some 20 ms. ε is large enough that Adam does not make steps of rounding errors.
@@ -26,6 +29,7 @@ SETTINGS = [
     "optim.lookahead=3",
     "optim.eps=1e-3",
     "loss.logit_scale=8",
+    "run.summary=false",
     "run.eval_every=12",
     "run.log_every=1",
     "run.checkpoint_every=0",
@@ -44,12 +48,22 @@ def torchrun() -> list[str]:
     return [*launcher, "--nproc-per-node", "2", "-m", "lipnext_scale.train"]
 
 
-def accelerate() -> list[str]:
-    """Two processes, which --multi_gpu starts on CPUs just as well."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    launcher += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    launcher += ["--dynamo_backend", "no", "--main_process_port", str(free_port())]
+def accelerate_launch(*flags: str) -> list[str]:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *flags]
     return [*launcher, "-m", "lipnext_scale.train"]
+
+
+def deepspeed_launch() -> list[str]:
+    """Two processes, for a program or `--module` and its name."""
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    return [*launcher, "--master_port", str(free_port())]
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None,
+        reason=f"{package} is not installed: pip install 'lipnext_scale[{package}]'",
+    )
 
 
 def free_port() -> int:
@@ -58,33 +72,46 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def train(launcher: list[str], *overrides: str) -> subprocess.CompletedProcess[str]:
+def train(
+    launcher: list[str], *overrides: str, settings: list[str] = SETTINGS
+) -> subprocess.CompletedProcess[str]:
     """A run to its end."""
-    with started(launcher, *overrides) as process:
+    with started(launcher, *overrides, settings=settings) as process:
         out, error = process.communicate(timeout=PATIENCE)
     return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
 
 @contextmanager
-def started(launcher: list[str], *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """A run that goes on; afterwards neither it nor its workers are left."""
+def started(
+    launcher: list[str], *overrides: str, settings: list[str] = SETTINGS
+) -> Iterator[subprocess.Popen[str]]:
+    """A run that goes on; afterwards neither it nor its workers are left, nor what started them:
+    they are a session of their own."""
     process = subprocess.Popen(
-        [*launcher, *SETTINGS, *overrides],
+        [*launcher, *settings, *overrides],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _with_root()},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     try:
         yield process
     finally:
         left = workers(process.pid) if process.poll() is None else {}
-        for pid in left.values():
-            os.kill(pid, signal.SIGKILL)
-        if process.poll() is None:
-            process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for pid in left.values():  # torchrun gives each of its workers a session of its own
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if process.returncode is None:
             process.communicate()
+
+
+def _with_root() -> str:
+    """For a program, which has its own directory where a module has the working one."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:

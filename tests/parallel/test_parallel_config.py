@@ -37,7 +37,34 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"engine": "fdsp"},
-        "parallel.engine = 'fdsp': must be one of auto, single, ddp, fsdp; did you mean fsdp?",
+        "parallel.engine = 'fdsp': must be one of auto, single, ddp, fsdp, deepspeed; did you "
+        "mean fsdp?",
+    ),
+    (
+        {"engine": "deepspeed", "weight_layout": "row", "zero_stage": 3},
+        "parallel.weight_layout = 'row': needs engine = 'fsdp', not 'deepspeed': "
+        "its shards are flat, cut between whole matrices",
+    ),
+    (
+        {"engine": "deepspeed", "shard_size": 2},
+        "parallel.shard_size = 2: needs engine = 'fsdp', not 'deepspeed'",
+    ),
+    (
+        {"engine": "deepspeed", "precision": "fp16"},
+        "parallel.precision = 'fp16': must be one of fp32, bf16",
+    ),
+    (
+        {"engine": "deepspeed", "compile": True},
+        "parallel.compile = True: needs another engine than 'deepspeed'",
+    ),
+    (
+        {"zero_stage": 0},
+        "parallel.zero_stage = 0: must be 1, 2 or 3; what stage 0 would be is engine = 'ddp'",
+    ),
+    ({"zero_stage": 4}, "parallel.zero_stage = 4: must be 1, 2 or 3"),
+    (
+        {"offload_optimizer": True},
+        "parallel.offload_optimizer = True: needs engine = 'deepspeed', not 'auto'",
     ),
     ({"precision": "fp16"}, "parallel.precision = 'fp16': must be one of fp32, bf16; did you mean"),
     ({"compile": 1}, "parallel.compile = 1: must be true or false"),
@@ -72,6 +99,8 @@ CHOICES = [
     ("fsdp", "bank", 1, 1, "fsdp 1 × 1, bank layout, fp32"),
     ("ddp", "bank", 4, 4, "ddp, fp32"),
     ("single", "bank", 1, 1, "single, fp32"),
+    ("deepspeed", "bank", 4, 4, "deepspeed ZeRO-2 × 4, fp32"),
+    ("deepspeed", "bank", 1, 1, "deepspeed ZeRO-2 × 1, fp32"),
 ]
 
 
@@ -119,9 +148,11 @@ def test_a_shard_size_that_does_not_divide_the_processes_is_refused() -> None:
 
 
 def test_the_launchers_environment_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LOCAL_WORLD_SIZE decides what a node is; without it all processes are on one."""
+    """LOCAL_WORLD_SIZE, or deepspeed's LOCAL_SIZE, is a node; without, all processes are on one."""
     with fake_processes(3, 8):
         assert Processes("cpu").local_world_size == 8
+        monkeypatch.setenv("LOCAL_SIZE", "2")
+        assert Processes("cpu").local_world_size == 2
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
         assert (Processes("cpu").rank, Processes("cpu").local_world_size) == (3, 4)
         assert build_engine(ParallelConfig(), "cpu").describe().startswith("fsdp 2 × 4")

@@ -1,6 +1,5 @@
 """One command for every number of processes: started, stopped, killed and continued for real."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -10,7 +9,6 @@ import pytest
 import torch
 from launch_commands import (
     STEPS,
-    accelerate,
     python,
     started,
     torchrun,
@@ -69,18 +67,6 @@ def test_one_process_ends_where_two_do(undisturbed: tuple[Path, str], tmp_path: 
             torch.testing.assert_close(value, two[name], rtol=0, atol=1e-5, msg=name)
         else:
             assert value == two[name], name
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None,
-    reason="accelerate is not installed: pip install 'lipnext_scale[accelerate]'",
-)
-def test_accelerate_is_as_good_as_torchrun(undisturbed: tuple[Path, str], tmp_path: Path) -> None:
-    """The same processes by another launcher: the same bits."""
-    done = train(accelerate(), f"run.dir={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stderr
-    assert " on 2 × cpu (fsdp 1 × 2, bank layout, fp32)" in introduction(done.stdout)
-    assert_same(final_state(tmp_path / "run"), final_state(undisturbed[0]))
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,10 @@ MISTAKES = [
     (["--ranks", "3"], "data.batch_size = 256: must be a multiple of 3 process"),
     (["--ranks", "8", "parallel.shard_size=3"], "parallel.shard_size = 3: must divide"),
     (["--ranks", "8", "parallel.engine=single"], "parallel.engine = 'single': 8 processes"),
+    (
+        ["--ranks", "8", "parallel.engine=deepspeed"],
+        "parallel.engine = 'deepspeed': is not planned",
+    ),
     (["--ranks", "8", "model.widht=64"], "model.widht = 64: unknown key; did you mean model.width"),
     (["--ranks", "8", "parallel"], "argument 'parallel': must have the form section.key=value"),
 ]

@@ -33,6 +33,7 @@ SETTINGS = [
     "run.eval_every=2",
     "run.log_every=1",
     "run.checkpoint_every=4",
+    "run.summary=false",
 ]
 STEPS = 12
 

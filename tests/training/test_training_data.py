@@ -1,5 +1,6 @@
 """Runs on sharded data: workers, damaged shards, bad samples, and what is left when one dies."""
 
+import errno
 import json
 import os
 import signal
@@ -11,9 +12,14 @@ from pathlib import Path
 import pytest
 from gloo import run_processes
 from sets_making import write_set
+from shared_memory import mapped_names
 from small import assert_same, final_state
+from torch.utils.data import Dataset
 
+from lipnext_scale.data import catalog, integrity
+from lipnext_scale.data.workers import made_by_workers
 from lipnext_scale.errors import RunFailed, UserError
+from lipnext_scale.files import file_sha256, os_error_in_words
 from lipnext_scale.recipe import Recipe, load_recipe
 from lipnext_scale.trainer import Trainer
 
@@ -29,6 +35,7 @@ SETTINGS = [
     "model.num_classes=7",
     "optim.epochs=3",
     "optim.warmup_epochs=1",
+    "run.summary=false",
     "run.eval_every=1",
     "run.log_every=1",
     "run.checkpoint_every=5",
@@ -105,29 +112,44 @@ def test_a_flipped_bit_is_found_before_training(tmp_path, which):
     Trainer(recipe(own, tmp_path / "run", "data.verify=false", "run.max_steps=1"))
 
 
-def test_shards_are_not_hashed_again(sets, tmp_path):
+def test_shards_are_not_hashed_again(sets, tmp_path, monkeypatch):
     """A continued run reads its notes: only what changed on disk since is looked at."""
+    hashed: list[str] = []
+
+    def noted(path: str, *arguments) -> str:
+        hashed.append(Path(path).name)
+        return file_sha256(path, *arguments)
+
+    for module in (integrity, catalog):
+        monkeypatch.setattr(module, "file_sha256", noted)
     Trainer(recipe(sets, tmp_path / "run", "run.max_steps=1")).run()
     notes = (tmp_path / "run" / "checked_shards.txt").read_text().splitlines()
-    assert len(notes) == 13 + 2 + 2
-    shard = Path(notes[0].rsplit(" ", 3)[0])
-    accessed = os.stat(shard).st_atime_ns
+    assert len(hashed) == len(notes) == 13 + 2 + 2 + 3  # shards, indexes
+    hashed.clear()
     Trainer(recipe(sets, tmp_path / "run", "run.max_steps=2")).run()
     assert (tmp_path / "run" / "checked_shards.txt").read_text().splitlines() == notes
-    assert os.stat(shard).st_atime_ns >= accessed
+    assert hashed == []
+    os.utime(Path(sets[0].partition("=")[2]).parent / "train-000003.tar")
+    Trainer(recipe(sets, tmp_path / "run", "run.max_steps=3")).run()
+    assert hashed == ["train-000003.tar"]
 
 
 # --- bad samples ------------------------------------------------------------------------------
+
+
+def break_samples(shard: Path, samples: list[int]) -> None:
+    content = bytearray(shard.read_bytes())
+    for sample in samples:
+        place = content.index(b"IDAT", content.index(f"{sample:06d}.png".encode()))
+        content[place + 9] ^= 1
+    shard.write_bytes(content)
 
 
 @pytest.fixture
 def broken(tmp_path: Path, sets: list[str]) -> list[str]:
     """A training set with one image that cannot be decoded."""
     pattern = write_set(tmp_path / "broken", [30], index=False)
-    path = tmp_path / "broken" / "train-000000.tar"
-    content = path.read_bytes()
-    place = content.index(b"IDAT", content.index(b"000007.png"))
-    path.write_bytes(content[: place + 9] + bytes([content[place + 9] ^ 1]) + content[place + 10 :])
+    break_samples(tmp_path / "broken" / "train-000000.tar", [7])
     return [f"data.train={pattern}", *sets[1:]]
 
 
@@ -140,9 +162,64 @@ def test_a_run_goes_on_without_a_bad_sample(broken, tmp_path, capsys):
     assert len(told) == 30 and told[-1]["data/bad_samples"] == 1
 
 
+def go_on_in_parts(rank: int, world: int, sets: list[str], run: Path) -> None:
+    """Bad samples of eight steps and more at once, in two starts of the run."""
+    for steps in (8, 16):
+        Trainer(recipe(sets, run, "run.log_every=8", f"run.max_steps={steps}")).run()
+
+
+@pytest.mark.slow
+def test_every_bad_sample_is_named_whoever_met_it(broken, tmp_path):
+    """13 of 30, more than are said at once, on two ranks, in a run that is started twice."""
+    bad = [*range(0, 24, 2), 7]
+    break_samples(tmp_path / "broken" / "train-000000.tar", bad[:-1])
+    settings = [*broken, "data.on_bad_sample=substitute"]
+    run_processes(2, go_on_in_parts, settings, tmp_path / "run")
+    lines = (tmp_path / "run" / "bad_samples.txt").read_text().splitlines()
+    assert len(lines) == len(bad)
+    for sample in bad:
+        assert sum(f"sample {sample:06d} is a damaged PNG" in line for line in lines) == 1
+
+
 def test_or_ends_with_its_name(broken, tmp_path):
     with pytest.raises(RunFailed, match="train-000000.tar: sample 000007 is a damaged PNG"):
         Trainer(recipe(broken, tmp_path / "run")).run()
+
+
+# --- files that fail --------------------------------------------------------------------------
+
+
+class Failing(Dataset):
+    def __getitem__(self, _: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/shards/train-000007.tar")
+
+
+def test_a_workers_error_names_the_file(sets, tmp_path):
+    """torch makes it anew without number and name: they are in the text alone."""
+    trainer = Trainer(recipe(sets, tmp_path / "run"))
+    trainer.train_step = lambda _: next(made_by_workers(Failing(), [0], workers=1))
+    with pytest.raises(RunFailed) as failed:
+        trainer.run()
+    assert str(failed.value) == (
+        "step 0: OSError: [Errno 5] Input/output error: '/shards/train-000007.tar'; "
+        f"the same command continues {tmp_path}/run"
+    )
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (OSError(errno.EIO, "Input/output error", "a.tar"), "a.tar: Input/output error"),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset"), "Connection reset"),
+        (OSError(errno.ENOSPC, "No space", "a.json"), "a.json: No space (1.0 MB are free on RUN)"),
+        (OSError(errno.EDQUOT, "Quota exceeded"), "RUN: Quota exceeded (1.0 MB are free on RUN)"),
+        (OSError(), "OSError"),
+    ],
+)
+def test_errors_of_files_in_words(monkeypatch, error, words):
+    """Of free space they speak where that is the matter."""
+    monkeypatch.setattr("lipnext_scale.files.free_space", lambda _: "1.0 MB")
+    assert os_error_in_words(error, Path("RUN")) == words
 
 
 # --- processes that die -----------------------------------------------------------------------
@@ -198,13 +275,13 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(sets, tmp_path):
     """The whole process group gets SIGINT, as from a terminal: saved, no worker, no memory left."""
     process = start_command(sets, tmp_path / "run")
     workers = workers_of(process)
+    names = set().union(*map(mapped_names, (process.pid, *workers)))
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT and "saved" in error, error
     assert "Traceback" not in error
     assert_gone(workers)
-    names = tuple(f"torch_{pid}_" for pid in (process.pid, *workers))
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(names)]
+    assert not [name for name in names if Path(name).exists()]
     assert final_state(tmp_path / "run")["step"] > 0
 
 

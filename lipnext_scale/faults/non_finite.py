@@ -1,0 +1,84 @@
+"""Steps whose loss or gradient is not finite: counted over the whole run, and left out or refused.
+
+A step of the run is a batch of its data order. Whatever happens to it, the step, the schedule and
+the epochs go on with the data, so that they end where they would have:
+
+    fail      the run ends before the update
+    skip      the batch makes no update
+    rollback  weights and optimizers become those of the newest regular checkpoint, and the data
+              goes on behind the batch: what was learnt in between is given up, not repeated, for
+              the same batches would lead to the same place
+
+The optimizers count the updates that are in the weights, which so become fewer than the steps. All
+ranks decide by the same numbers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipnext_scale.errors import RunFailed
+from lipnext_scale.parallel import Engine
+from lipnext_scale.recipe import RunConfig
+
+
+@dataclass
+class NonFiniteSteps:
+    """count: of them so far; missing: the steps that have left no update in the weights."""
+
+    run: RunConfig
+    count: int = 0
+    missing: int = 0
+
+    def updates(self, step: int) -> int:
+        """What the optimizers have counted, after so many steps of the run."""
+        return step - self.missing
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count, "missing": self.missing}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.missing = state["count"], state["missing"]
+
+    def add(self, step: int, what: str) -> str:
+        """Count the step that would be number `step`; the line to tell, or the end of the run."""
+        policy, limit = self.run.on_non_finite, self.run.non_finite_limit
+        if policy == "fail":
+            raise RunFailed(f"step {step}: {what}; the weights were not updated")
+        if self.count >= limit:
+            raise RunFailed(
+                f"step {step}: {what}; run.non_finite_limit = {limit} allows no more such steps "
+                f"after {self.count}; the weights were not updated"
+            )
+        self.count += 1
+        return f"warning: step {step}: {what} ({self.count} of at most {limit} such steps)"
+
+    def skip(self) -> None:
+        self.missing += 1
+
+    def gone_back(self, step: int, to_step: int, missing_there: int) -> None:
+        """After step number `step` the weights are those of a checkpoint."""
+        self.missing = step - (to_step - missing_there)
+
+    def tell(self, told: dict[str, float | Tensor]) -> None:
+        if self.run.on_non_finite != "fail":
+            told["train/non_finite_steps"] = self.count
+
+
+def what_is_not_finite(engine: Engine, loss: Tensor, norm: Tensor) -> str | None:
+    """The loss, or the first tensor whose gradient is not finite, in words; None if all is well.
+
+    All ranks must call it together, and get the same.
+    """
+    if bool(torch.isfinite(loss + norm)):  # one look at the device for both
+        return None
+    if not torch.isfinite(loss):
+        return f"the loss is {loss.item()}"
+    reports = engine.processes.gather_objects(engine.not_finite())
+    anywhere = {name for names in reports for name in names}
+    for name, _ in engine.model.named_parameters():
+        if name in anywhere:
+            return f"the gradient of {name} is not finite"
+    return f"the gradient norm is {norm.item()}"

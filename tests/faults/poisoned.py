@@ -1,0 +1,92 @@
+"""Runs in which the numbers of certain steps are not finite, on all engines."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from training.small import small_recipe, whole_piece
+
+from lipnext_scale import trainer as trainer_module
+from lipnext_scale.checkpoint import load_pieces, read_facts, stored_shapes
+from lipnext_scale.trainer import Trainer
+
+# ε is large enough that Adam does not make steps of rounding errors, so engines can be compared.
+SETTINGS = ["optim.eps=1e-2", "run.keep_checkpoints=9", "run.eval_every=0", "run.measure_every=0"]
+ENGINES = {
+    "single": ["parallel.engine=single"],
+    "ddp": ["parallel.engine=ddp"],
+    "banks": ["parallel.engine=fsdp"],
+    "rows": ["parallel.engine=fsdp", "parallel.weight_layout=row"],
+    "ZeRO-1": ["parallel.engine=deepspeed", "parallel.zero_stage=1"],
+    "ZeRO-2": ["parallel.engine=deepspeed", "parallel.zero_stage=2"],
+    "ZeRO-3": ["parallel.engine=deepspeed", "parallel.zero_stage=3"],
+    "ZeRO-2, offloaded": ["parallel.engine=deepspeed", "parallel.offload_optimizer=true"],
+}
+# Whose checkpoints are in DeepSpeed's format.
+THEIRS = ["ZeRO-2", "ZeRO-3"]
+
+
+@contextmanager
+def poison(trainer: Trainer, steps: set[int]) -> Iterator[None]:
+    """The loss of these steps, counted from one, is NaN on the last rank; so are all gradients."""
+    healthy = trainer_module.compute_loss
+    is_last = trainer.processes.rank == trainer.processes.world_size - 1
+
+    def loss(*arguments: object) -> Tensor:
+        bad = is_last and trainer.step + 1 in steps
+        return healthy(*arguments) * (torch.nan if bad else 1.0)  # type: ignore[arg-type]
+
+    trainer_module.compute_loss = loss  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        trainer_module.compute_loss = healthy
+
+
+def train(directory: Path, steps: set[int], *overrides: str) -> Trainer:
+    """A run, or its continuation, whose epochs have three steps and which goes to step 12."""
+    trainer = Trainer(small_recipe(directory, *SETTINGS, *overrides))
+    with poison(trainer, steps):
+        trainer.run()
+    return trainer
+
+
+def train_all(rank: int, world_size: int, directory: Path, engines: list[str]) -> None:
+    """Every engine: undisturbed but for the poison, and stopped or cut off around it."""
+    for name in engines:
+        skip = [*ENGINES[name], "run.on_non_finite=skip"]
+        train(directory / name / "skip", {5, 8}, *skip)
+        train(directory / name / "skip, stopped", {5, 8}, *skip, "run.max_steps=5")
+        train(directory / name / "skip, stopped", {5, 8}, *skip)
+        back = [*ENGINES[name], "run.on_non_finite=rollback"]
+        train(directory / name / "rollback", {7}, *back)
+        stopped = train(directory / name / "rollback, stopped", {7}, *back, "run.max_steps=7")
+        stopped.processes.first_does(lambda: copy_without_last(directory / name))  # noqa: B023
+        train(directory / name / "rollback, stopped", {7}, *back)
+        train(directory / name / "rollback, cut off", {7}, *back)
+        if name in THEIRS:
+            theirs = [*back, "run.checkpoint_format=deepspeed"]
+            train(directory / name / "rollback, theirs", {7}, *theirs)
+
+
+def copy_without_last(directory: Path) -> None:
+    """As if the run had been killed after it went back, before it saved again."""
+    cut_off = directory / "rollback, cut off"
+    shutil.copytree(directory / "rollback, stopped", cut_off, symlinks=True)
+    shutil.rmtree(cut_off / "checkpoints" / "step-000000007")
+
+
+def stored(directory: Path, step: int) -> dict[str, Any]:
+    """The facts and the tensors of a checkpoint."""
+    path = directory / "checkpoints" / f"step-{step:09d}"
+    tensors = {name: torch.empty(shape) for name, shape in stored_shapes(path).items()}
+    load_pieces(path, {name: whole_piece(tensor) for name, tensor in tensors.items()})
+    return {**read_facts(path), **tensors}
+
+
+def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}

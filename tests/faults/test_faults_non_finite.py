@@ -1,0 +1,107 @@
+"""Steps that are not finite: left out or gone back from, alike on all engines; resumed exactly."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gloo import run_processes
+from poisoned import ENGINES, THEIRS, stored, tensors_of, train, train_all
+from training.small import assert_same, small_recipe
+
+from lipnext_scale.config import ConfigError
+from lipnext_scale.convert_checkpoint import main as convert
+from lipnext_scale.errors import RunFailed
+
+MANY = [name for name in ENGINES if name != "single"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of all engines' runs: one rank for `single`, two for all others."""
+    directory = tmp_path_factory.mktemp("poisoned")
+    train_all(0, 1, directory, ["single"])
+    run_processes(2, train_all, directory, MANY, timeout=400)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_skipped_step_moves_nothing_and_is_resumed_exactly(runs: Path, engine: str) -> None:
+    """Step 5 leaves every tensor as it was; with a stop right behind it the end is the same."""
+    whole, stopped = runs / engine / "skip", runs / engine / "skip, stopped"
+    before, after = stored(stopped, 4), stored(stopped, 5)
+    assert_same(tensors_of(after), tensors_of(before))
+    assert after["optimizers"] == before["optimizers"]
+    assert (before["non_finite"], after["non_finite"]) == (
+        {"count": 0, "missing": 0},
+        {"count": 1, "missing": 1},
+    )
+    assert after["loader"]["step"] == 5
+    assert_same(stored(stopped, 12), stored(whole, 12))
+    assert stored(whole, 12)["non_finite"] == {"count": 2, "missing": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rollback_brings_back_the_checkpoint_and_goes_on_behind_the_batch(
+    runs: Path, engine: str
+) -> None:
+    """After step 7 all is as at 4 but the data; also when stopped or killed there and continued."""
+    stopped = runs / engine / "rollback, stopped"
+    before, after = stored(stopped, 4), stored(stopped, 7)
+    assert_same(tensors_of(after), tensors_of(before))
+    assert after["optimizers"] == before["optimizers"]
+    assert after["non_finite"] == {"count": 1, "missing": 3} and after["loader"]["step"] == 7
+    expected = stored(runs / engine / "rollback", 12)
+    assert expected["non_finite"] == {"count": 1, "missing": 3}
+    assert_same(stored(stopped, 12), expected)
+    assert_same(stored(runs / engine / "rollback, cut off", 12), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", THEIRS)
+def test_a_rollback_from_deepspeeds_own_checkpoint_is_the_same(runs: Path, engine: str) -> None:
+    """Bit for bit what a rollback from ours leaves."""
+    run = runs / engine / "rollback, theirs"
+    convert([str(run), "--to", "native"])
+    ours, theirs = stored(runs / engine / "rollback", 12), stored(run, 12)
+    assert_same(theirs, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", MANY)
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_all_engines_do_the_same(runs: Path, engine: str, policy: str) -> None:
+    """What is left differs from one process by rounding; an update too many would be 1e-2."""
+    alone = tensors_of(stored(runs / "single" / policy, 12))
+    ours = tensors_of(stored(runs / engine / policy, 12))
+    assert ours.keys() == alone.keys()
+    for name, tensor in alone.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_it_is_told_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line with step and tensor, a metric, no NaN in metrics.jsonl; one too many is the end."""
+    settings = ["run.on_non_finite=skip", "run.non_finite_limit=2"]
+    with pytest.raises(
+        RunFailed, match=r"step 9: the loss is nan; run\.non_finite_limit = 2 allow"
+    ):
+        train(tmp_path / "run", {1, 7, 9}, *settings)
+    out = capsys.readouterr().out
+    assert "warning: step 1: the loss is nan (1 of at most 2 such steps); its batch was" in out
+    assert "warning: step 7: the loss is nan (2 of at most 2 such steps)" in out
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    records = [json.loads(line) for line in text.splitlines()]
+    assert "NaN" not in text and [r["step"] for r in records] == list(range(1, 9))
+    assert [r["train/non_finite_steps"] for r in records] == [1, 1, 1, 1, 1, 1, 2, 2]
+    assert [r["step"] for r in records if r["move/largest"] == 0] == [1, 7]
+    with pytest.raises(RunFailed, match="step 9"):  # counted on from the checkpoint of step 8
+        train(tmp_path / "run", {9}, *settings)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="step 3: there is no checkpoint to go back to yet"):
+        train(tmp_path / "run", {3}, "run.on_non_finite=rollback")
+    with pytest.raises(ConfigError, match=r"run\.on_non_finite = 'rollback': needs checkpoint_ev"):
+        small_recipe(tmp_path, "run.on_non_finite=rollback", "run.checkpoint_every=0")

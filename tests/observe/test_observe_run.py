@@ -1,0 +1,243 @@
+"""What a run records, when, and that it trains as if nobody looked."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gloo import run_processes
+from observed_runs import (
+    DEPTH,
+    LAST,
+    QUIET,
+    checkpoint_tensors,
+    recipe,
+    records,
+    run,
+    run_each,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lipnext_scale.config import ConfigError
+from lipnext_scale.models import LipNeXtConfig
+from lipnext_scale.observe.flops import peak_by_name, training_flops_per_image
+from lipnext_scale.observe.line import COLUMNS, console_line, duration
+from lipnext_scale.recipe import RunConfig
+from lipnext_scale.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with all that can be told, profile and all."""
+    directory = tmp_path_factory.mktemp("watched") / "run"
+    extra = ("run.peak_tflops=1", "run.measure_every=2", "run.profile_steps=[2,4]")
+    run(directory, *extra)
+    return directory
+
+
+def test_every_log_interval_has_its_numbers(watched: Path) -> None:
+    logged = [record for record in records(watched) if "train/loss" in record]
+    assert [record["step"] for record in logged] == list(range(1, LAST + 1))
+    expected = {"mfu", "images_per_second", "data/wait_share", "memory/resident_gb"}
+    expected |= {f"train/{name}" for name in ("loss", "accuracy", "lr", "epsilon", "epoch")}
+    expected |= {"train/gradient_norm", "gradient/head", "drift/largest", "move/largest"}
+    for kind in ("drift", "move", "gradient"):
+        expected |= {f"{kind}/block_{block:02d}" for block in range(DEPTH)}
+    for record in logged:
+        assert expected <= record.keys()
+        assert record["train/epoch"] == pytest.approx(record["step"] / 14)
+        flops = training_flops_per_image(LipNeXtConfig(**MODEL))
+        assert record["mfu"] == pytest.approx(record["images_per_second"] * flops / 1e12)
+    assert [r["step"] for r in records(watched) if "watch/clean_accuracy" in r] == [2, 4]
+
+
+MODEL = {"depth": 3, "width": 16, "image_size": 8, "patch_size": 2, "in_channels": 1}
+
+
+def test_tensorboard_has_all_scalars_and_the_configuration(watched: Path) -> None:
+    events = EventAccumulator(str(watched / "tensorboard")).Reload()
+    told = {name for record in records(watched) for name in record} - {"step", "seconds"}
+    assert told == set(events.Tags()["scalars"])
+    for tag in ("drift/block_01", "watch/nominal_cra", "memory/total_mb"):
+        shown = [(event.step, event.value) for event in events.Scalars(tag)]
+        written = [(r["step"], r[tag]) for r in records(watched) if tag in r]
+        assert shown == [(step, pytest.approx(value, rel=1e-6)) for step, value in written] != []
+    (text,) = events.Tensors("config.yaml/text_summary")
+    assert "log_every: 1" in text.tensor_proto.string_val[0].decode()
+
+
+def test_training_is_the_same_unobserved(watched: Path, tmp_path: Path) -> None:
+    """All weights and state, bit for bit."""
+    run(tmp_path / "quiet", *QUIET)
+    assert records(tmp_path / "quiet") == []
+    loud, quiet = checkpoint_tensors(watched), checkpoint_tensors(tmp_path / "quiet")
+    assert loud.keys() == quiet.keys()
+    assert all(torch.equal(loud[name], quiet[name]) for name in loud)
+
+
+def test_a_continued_run_has_every_step_once(watched: Path, tmp_path: Path) -> None:
+    """In the file and in TensorBoard, with the values of one that was not stopped."""
+    directory = tmp_path / "run"
+    Trainer(recipe(directory, "run.max_steps=3")).run()
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "train/loss": 0.0, "drift/largest": 1.0}) + "\n{")
+    run(directory)
+    told = [record for record in records(directory) if "train/loss" in record]
+    assert [record["step"] for record in told] == list(range(1, LAST + 1))
+    straight = [record for record in records(watched) if "train/loss" in record]
+    keys = [key for key in straight[0] if key.startswith(("train/", "drift/", "move/", "gradient"))]
+    for ours, theirs in zip(told, straight, strict=True):
+        assert {key: ours[key] for key in keys} == {key: theirs[key] for key in keys}
+    events = EventAccumulator(str(directory / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("drift/largest")] == list(range(1, LAST + 1))
+
+
+def test_the_watched_part_of_the_whole_set_is_the_whole_set(tmp_path: Path) -> None:
+    trainer = Trainer(recipe(tmp_path / "run", "run.max_steps=4", "loss.epsilon=0.2"))
+    trainer.run()
+    whole, subset = trainer.evaluate(), trainer.observer.scores.of_subset(10**9)
+    assert subset["watch/clean_accuracy"] == whole["test/clean_accuracy"]
+    assert subset["watch/nominal_cra"] == whole["test/nominal_cra"]
+
+
+def test_a_subset_is_spread_and_shared_out(tmp_path: Path) -> None:
+    """Every chosen sample counts on exactly one of the ranks, and the choice is theirs together."""
+    data = Trainer(recipe(tmp_path / "run")).data
+    for world in (1, 2, 3):
+        counted: list[int] = []
+        for rank in range(world):
+            batches = list(data.test_set(rank, world).spread_subset(101))
+            counted += [int(i) for b in batches for i in b.ids[b.counted]]
+        assert sorted(counted) == [i * 360 // 101 for i in range(101)]
+
+
+# ---- profiles ------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_there_and_only_of_its_steps(watched: Path) -> None:
+    names = sorted(path.name for path in (watched / "profile").iterdir())
+    assert names == ["steps-000002-000003.rank-0.json.gz", "steps-000002-000003.rank-0.txt"]
+    assert "aten::" in (watched / "profile" / names[1]).read_text()
+
+
+@pytest.mark.slow
+def test_a_step_that_a_rank_profiles_is_not_measured(tmp_path: Path) -> None:
+    """Two of torch's profilers at once would crash it; a rank that has none measures as ever."""
+    settings = ["run.measure_every=1", "run.profile_steps=[2,5]"]
+    run_processes(2, run_each, tmp_path, {"run": settings})
+    told = records(tmp_path / "run")
+    assert [r["step"] for r in told if "traffic/total_mb" in r] == [1, 5]
+    assert [r["step"] for r in told if "train/loss" in r] == list(range(1, LAST + 1))
+    (trace,) = (tmp_path / "run" / "profile").glob("*.json.gz")
+    assert trace.name == "steps-000002-000004.rank-0.json.gz"
+
+
+def test_without_a_window_there_is_no_profile(tmp_path: Path) -> None:
+    run(tmp_path / "run", "run.max_steps=1")
+    assert not (tmp_path / "run" / "profile").exists()
+
+
+def test_a_continued_run_profiles_what_is_left(tmp_path: Path) -> None:
+    """Inside the window the rest of it, elsewhere if so configured; after it nothing, in peace."""
+    directory, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    window = ("run.profile_steps=[3,5]", f"run.profile_dir={elsewhere}")
+    Trainer(recipe(directory, "run.max_steps=3", *QUIET, *window)).run()
+    assert {p.name[:19] for p in elsewhere.iterdir()} == {"steps-000003-000003"}
+    Trainer(recipe(directory, "run.max_steps=5", *QUIET, *window)).run()
+    assert {p.name[:19] for p in elsewhere.iterdir()} == {
+        *("steps-000003-000003", "steps-000004-000004"),
+    }
+    Trainer(recipe(directory, "run.max_steps=6", *QUIET, *window)).run()
+    assert len(list(elsewhere.iterdir())) == 4
+
+
+def test_a_profile_that_cannot_be_written_is_said_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    window = ("run.profile_steps=[1,2]", f"run.profile_dir={tmp_path}/file/below")
+    trainer = Trainer(recipe(tmp_path / "run", "run.max_steps=2", *QUIET, *window))
+    trainer.run()
+    assert trainer.step == 2 and "the profile was not written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("window", [(5, 5), (7, 3), (0, 4), (-2, 3), (1, 102)])
+def test_a_window_that_is_none_is_refused(window: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=r"profile_steps = .*: must be \[first, end\)"):
+        RunConfig(dir="run", profile_steps=window)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (["run.profile_steps=[29,30]"], r"run\.profile_steps = \[29, 30\]: must begin by step 28"),
+        (["run.profile_steps=[1,2]", "run.profile_ranks=[1]"], r"run\.profile_ranks .*below 1"),
+        (["run.profile_ranks=[]"], r"run\.profile_ranks = \[\]: must be a list of ranks"),
+    ],
+)
+def test_a_profile_that_nobody_would_make_is_refused(
+    tmp_path: Path, settings: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Trainer(recipe(tmp_path / "run", *settings))
+
+
+# ---- the line and its numbers --------------------------------------------------------------------
+
+
+def test_the_line_fits_and_says_what_is_known() -> None:
+    told = {
+        "train/loss": 12.34567,
+        "train/accuracy": 0.912,
+        "train/lr": 9.9e-4,
+        "train/epsilon": 0.5,
+        "train/epoch": 399.9,
+        "images_per_second": 12345.6,
+        "data/wait_share": 0.03,
+    }
+    line = console_line(told, 400, 264, 1320, 41)
+    assert line == (
+        "epoch 400/400  step  264/1320  loss 12.3457  acc 0.912  lr 9.9e-04  ε 0.500  "
+        "12,346 img/s  wait 3%  ETA 0:41"
+    )
+    full = {**told, "mfu": 0.41, "memory/gpu_allocated_gb": 72.1, "memory/resident_gb": 9.0}
+    long = console_line(full, 400, 1_234_567, 2_001_600, 187_000)
+    assert "step 1234567  " in long and "MFU 41%" in long and "72.1 GB" in long
+    assert long.endswith("ETA 2 d 3 h") and len(long) <= COLUMNS + 8
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [(0, "0:00"), (59.6, "1:00"), (725, "12:05"), (11525, "3:12:05"), (187_000, "2 d 3 h")],
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_the_arithmetic_of_a_model_is_that_of_its_products() -> None:
+    """Counted by torch in a forward and a backward pass of the plain form, less the M·Rᵀ."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from lipnext_scale.models import LipNeXt, group_reference, ops
+
+    config = LipNeXtConfig(**MODEL, parametrisation="merged")
+    model, images = LipNeXt(config, seed=0), torch.rand(4, 1, 8, 8)
+    with FlopCounterMode(display=False) as counter:
+        x = ops.space_to_depth(images - 0.5, 2, 16).requires_grad_()
+        for group in model.block_groups():
+            x = group_reference(x, group.bank, group.bias, group.pos, group.spec)
+        logits, _ = model.head(ops.l2_pool(x))
+        logits.sum().backward()
+    assert counter.get_total_flops() == 4 * training_flops_per_image(config)
+
+
+def test_peaks_by_the_names_that_devices_give_themselves() -> None:
+    assert peak_by_name("NVIDIA H100 80GB HBM3", "bf16") == 989.5e12
+    assert peak_by_name("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_by_name("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_by_name("NVIDIA L40S", "bf16") == 362e12
+    assert peak_by_name("NVIDIA GH200 480GB", "bf16") == 989.5e12
+    assert peak_by_name("NVIDIA A40", "bf16") == peak_by_name("NVIDIA A40-48Q", "bf16") == 149.7e12
+    assert peak_by_name("AMD Instinct MI300X", "fp32") == 163.4e12
+    for other in ("Some other device", "NVIDIA RTX A4000", "NVIDIA A10G", "NVIDIA A1000"):
+        assert peak_by_name(other, "bf16") is None
