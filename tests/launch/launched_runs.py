@@ -1,0 +1,92 @@
+"""A small run for launchers: 60 steps on digits, over as many processes as they start."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from parallel.launch_commands import free_port, workers
+
+ROOT = Path(__file__).parents[2]
+STEPS = 60
+SETTINGS = [
+    "data.test=builtin:digits/test-*.tar.gz",
+    "data.batch_size=72",
+    "model.depth=2",
+    "model.width=16",
+    "optim.epochs=12",
+    "optim.warmup_epochs=1",
+    "optim.lookahead=3",
+    "run.device=cpu",
+    "run.eval_every=0",
+    "run.log_every=1",
+    "run.checkpoint_every=0",
+]
+# The digits demo in place of the paper's sizes, on CPUs instead of eight GPUs a node.
+VARIABLES = {
+    "LIPNEXT_CONFIG": "configs/digits.yaml",
+    "LIPNEXT_PROCS_PER_NODE": "2",
+    "LIPNEXT_PYTHON": sys.executable,
+    "LIPNEXT_MAX_RESTARTS": "0",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Of a launcher, without what this process may have been launched with."""
+    others = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "LIPNEXT_"))}
+    return {**others, **VARIABLES, **variables}
+
+
+def steps_told(run: Path) -> list[int]:
+    metrics = run / "metrics.jsonl"
+    if not metrics.exists():
+        return []
+    lines = metrics.read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]  # one may be half written
+    return [record["step"] for record in records if "train/loss" in record]
+
+
+@contextmanager
+def two_machines(
+    run: Path, *overrides: str, **variables: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """launch/torchrun.sh on each, with a process a machine; here both are this one, with two of its
+    addresses. Afterwards nothing is left of them."""
+    command = [str(ROOT / "launch" / "torchrun.sh"), "configs/digits.yaml", *SETTINGS]
+    command += ["data.train=builtin:digits/test-*.tar.gz", f"run.dir={run}", *overrides]
+    variables = {
+        "LIPNEXT_NODES": "2",
+        "LIPNEXT_PROCS_PER_NODE": "1",
+        "LIPNEXT_HEAD_ADDRESS": "127.0.0.1",
+        "LIPNEXT_HEAD_PORT": str(free_port()),
+        "LIPNEXT_ADDRESS": "127.0.0.2",
+        **variables,
+    }
+    machines = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(LIPNEXT_NODE=str(node), **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        yield machines
+    finally:
+        for machine in machines:
+            if machine.poll() is None:
+                left = workers(machine.pid).values()  # each is a session of its own
+                os.killpg(machine.pid, signal.SIGKILL)
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                machine.communicate()

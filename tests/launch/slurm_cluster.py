@@ -1,0 +1,253 @@
+"""A real Slurm cluster of two nodes on this machine, for as long as a test needs it.
+
+munged, slurmctld and two slurmd in the foreground, with keys, sockets, state and free ports of
+their own in a temporary directory: nothing of a Slurm that the machine may have is touched. The
+nodes claim to have what the launchers ask for (GPUs, CPUs, memory), which Slurm takes on trust.
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from ctypes import CDLL, c_int, c_ulong
+from pathlib import Path
+
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+PATIENCE = 180  # seconds, for anything to happen
+_PR_SET_PDEATHSIG = 1
+CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/munge
+# So long, and not two minutes, a requeued job is held.
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
+ProctrackType=proctrack/{proctrack}
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=2,batch_sched_delay=0
+GresTypes=gpu
+ReturnToService=2
+# What a busy machine may take to save after SIGTERM.
+KillWait=120
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmdParameters=config_overrides
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool.%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd.%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd.%n.log
+NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} {claims}
+NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} {claims}
+PartitionName=DEFAULT Nodes={nodes[0]},{nodes[1]} OverSubscribe=YES State=UP
+PartitionName=main Default=YES PriorityTier=1 GraceTime=120
+PartitionName=urgent PriorityTier=2
+"""
+CLAIMS = "CPUs=128 RealMemory=1000000 Gres=gpu:8"
+# Cgroups are the machine's: their names must not be those of another test's cluster.
+NODES = [f"n{os.getpid()}-{number}" for number in range(2)]
+CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_CONF = f"""\
+CgroupPlugin=cgroup/v1
+CgroupMountpoint={CGROUPS}
+CgroupAutomount=no
+"""
+
+
+def why_not(proctrack: str = "linuxproc") -> str | None:
+    """Why there can be no cluster here. proctrack: how it follows the processes of a job."""
+    if os.geteuid() != 0:
+        return "a Slurm cluster of our own needs root"
+    missing = [name for name in NEEDED if shutil.which(name, path=_path()) is None]
+    if missing:
+        return f"no {', '.join(missing)} here: apt-get install slurm-wlm munge"
+    if proctrack == "cgroup" and not os.access(CGROUPS / "freezer", os.W_OK):
+        return f"no {CGROUPS}/freezer (cgroup v1) here that can be written"
+    return None
+
+
+def _path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+class SlurmCluster:
+    """Commands on the cluster."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        others = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "LIPNEXT_"))}
+        conf = str(directory / "slurm.conf")
+        self.environment = {**others, "PATH": _path(), "SLURM_CONF": conf}
+
+    def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env={**self.environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout
+
+    def submit(self, *arguments: str, cwd: Path, **variables: str) -> str:
+        """The job's number."""
+        return self.run("sbatch", "--parsable", *arguments, cwd=cwd, **variables).strip()
+
+    def told(self, job: str, field: str) -> str:
+        """A field of `scontrol show job`."""
+        (value,) = re.findall(rf"\b{field}=(\S*)", self.run("scontrol", "show", "job", job))
+        return value
+
+    def state(self, job: str) -> str:
+        return self.told(job, "JobState")
+
+    def processes(self) -> list[tuple[int, list[bytes], list[bytes]]]:
+        """(number, command, environment) of all that jobs have started."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has just ended
+                environment = (process / "environ").read_bytes().split(b"\0")
+                if f"SLURM_CONF={self.directory}/slurm.conf".encode() in environment:
+                    command = (process / "cmdline").read_bytes().split(b"\0")
+                    found.append((int(process.name), command, environment))
+        return found
+
+    def wait_for_end(self, job: str) -> str:
+        """The state in which a job ended."""
+        unfinished = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+        wait_until(lambda: self.state(job) not in unfinished, f"the end of job {job}")
+        return self.state(job)
+
+
+def wait_until(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not come in {PATIENCE} s"
+        time.sleep(0.1)
+
+
+@contextmanager
+def slurm_cluster(proctrack: str = "linuxproc") -> Iterator[SlurmCluster]:
+    """Two idle nodes; afterwards no process and no file of them is left, whatever happened."""
+    # Not pytest's directory: the path of munge's socket must be short.
+    directory = Path(tempfile.mkdtemp(prefix="slurm-"))
+    cluster = SlurmCluster(directory)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        if proctrack == "cgroup":
+            stack.callback(wait_until, _cgroups_are_gone, "an end of all cgroups")
+        stack.callback(_kill_all_of, cluster)
+        _write_files(directory, proctrack)
+        for command in _daemons(directory):
+            daemon = subprocess.Popen(
+                command,
+                env=cluster.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=(directory / f"{Path(command[0]).name}.stderr").open("ab"),
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+            stack.callback(_end, daemon)
+        _wait_until_idle(cluster)
+        yield cluster
+
+
+def _write_files(directory: Path, proctrack: str) -> None:
+    for name in ("state", *(f"spool.{node}" for node in NODES)):
+        (directory / name).mkdir()
+    conf = CONF.format(
+        host=socket.gethostname().split(".")[0],
+        directory=directory,
+        ports=_free_ports(3),
+        nodes=NODES,
+        claims=CLAIMS,
+        proctrack=proctrack,
+    )
+    (directory / "slurm.conf").write_text(conf)
+    (directory / "cgroup.conf").write_text(CGROUP_CONF)
+    for number in range(8):
+        (directory / f"gpu{number}").touch()  # Slurm looks whether its devices are there
+    (directory / "gres.conf").write_text(f"Name=gpu File={directory}/gpu[0-7]\n")
+    key = directory / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+
+
+def _daemons(directory: Path) -> list[list[str]]:
+    files = {
+        option: str(directory / f"munge.{option}")
+        for option in ("socket", "pid-file", "log-file", "seed-file")
+    }
+    munged = ["munged", "--force", "--foreground", f"--key-file={directory / 'munge.key'}"]
+    munged += [f"--{option}={path}" for option, path in files.items()]
+    return [
+        munged,
+        ["slurmctld", "-D", "-i"],
+        *(["slurmd", "-D", "-N", node] for node in NODES),
+    ]
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def _wait_until_idle(cluster: SlurmCluster) -> None:
+    def idle() -> bool:
+        with suppress(AssertionError):  # slurmctld does not answer yet
+            states = cluster.run("sinfo", "--noheader", "-N", "-o", "%T").split()
+            return set(states) == {"idle"}
+        return False
+
+    wait_until(idle, "an idle cluster")
+
+
+def _end_with_parent() -> None:
+    """Also a test that is killed leaves no cluster behind."""
+    CDLL(None).prctl(c_int(_PR_SET_PDEATHSIG), c_ulong(signal.SIGKILL))
+
+
+def _end(daemon: subprocess.Popen[bytes]) -> None:
+    daemon.terminate()
+    try:
+        daemon.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
+
+
+def _kill_all_of(cluster: SlurmCluster) -> None:
+    """What is left of jobs."""
+    for process, _, _ in cluster.processes():
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _cgroups_are_gone() -> bool:
+    """Removes what slurmd leaves; whoever was in them may take a moment to die."""
+    for node in NODES:
+        top = CGROUPS / "freezer" / f"slurm_{node}"
+        for group in sorted(top.rglob("*/"), reverse=True) + [top]:
+            with suppress(OSError):
+                group.rmdir()
+    return not any((CGROUPS / "freezer" / f"slurm_{node}").exists() for node in NODES)
