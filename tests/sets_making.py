@@ -22,6 +22,7 @@ def write_set(
     classes: int = 7,
     index: bool = True,
     first: int = 0,
+    class_names: tuple[str, ...] = (),
 ) -> str:
     """Shards of so many samples each; sample i is noise of seed i and class i % classes."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -37,7 +38,7 @@ def write_set(
         entries.append(entry_of(path, count))
         records.append(scan_tar(path)[0])
     if index:
-        write_index(directory, name, entries, np.concatenate(records))
+        write_index(directory, name, entries, np.concatenate(records), class_names)
     return f"{directory}/{name}-*.tar"
 
 

@@ -78,7 +78,7 @@ def _named_labels(lines: list[str], path: Path) -> dict[str, int]:
         rows = list(csv.reader(lines))
     except csv.Error as error:
         raise UserError(f"--labels {path}: is no table of name,label: {error}") from None
-    if len(rows[0]) == 2 and not rows[0][1].strip().lstrip("-").isdecimal():
+    if len(rows[0]) == 2 and not rows[0][1].strip().removeprefix("-").isdecimal():
         rows = rows[1:]  # the columns' titles
     for row in rows:
         if len(row) != 2:
@@ -92,7 +92,7 @@ def _named_labels(lines: list[str], path: Path) -> dict[str, int]:
 
 def _number(text: str, path: Path) -> int:
     text = text.strip()
-    if not text.lstrip("-").isdecimal() or len(text) > LONGEST_NUMBER:
+    if not text.removeprefix("-").isdecimal() or len(text) > LONGEST_NUMBER:
         raise UserError(f"--labels {path}: {text[:40]!r} is no class number")
     return int(text)
 

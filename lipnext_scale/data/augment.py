@@ -7,7 +7,7 @@ import numpy as np
 
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data.decode import BadSample
-from lipnext_scale.data.rand_augment import rand_augment
+from lipnext_scale.data.rand_augment import MAX_SIDE, rand_augment
 from lipnext_scale.data.randomness import below, number_below, sample_bits, uniform
 
 # Streams of random bits, one a decision: see `draw_chances`.
@@ -96,6 +96,8 @@ def augment(
 ) -> None:
     """Write the augmented image into out [size, size, C]."""
     size = out.shape[0]
+    if config.resize[1] and config.rand_augment:
+        _require_not_too_long(image, config.resize[1])
     if config.resize[1] and chances.rand_augment[index]:
         image = resize_short_side(image, chances.short_side[index])
         image = _rand_augment(image, config, chances, index)
@@ -151,6 +153,14 @@ def require_size(image: np.ndarray, size: int) -> None:
     height, width, channels = image.shape
     if (height, width) != (size, size):
         raise BadSample(f"is {channels}×{height}×{width}, and the model takes {size}×{size}")
+
+
+def _require_not_too_long(image: np.ndarray, short_side: int) -> None:
+    """Whatever the chances, so that a sample is good or bad once for all."""
+    height, width = image.shape[:2]
+    if max(height, width) * short_side > MAX_SIDE * min(height, width):
+        ratio = MAX_SIDE // short_side
+        raise BadSample(f"is {height}×{width}: more than {ratio} times as long as it is wide")
 
 
 def _crop_at(

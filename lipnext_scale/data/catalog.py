@@ -25,14 +25,14 @@ from lipnext_scale.data.index import (
     read_index,
     set_name,
 )
-from lipnext_scale.data.shards import as_url, is_builtin, is_remote, resolve_shards, wildcards
+from lipnext_scale.data.shards import as_url, is_builtin, is_remote, resolve_parts
 from lipnext_scale.data.staging import Cache, default_cache, stage, stage_all
 from lipnext_scale.data.tar_scan import scan_tar
 from lipnext_scale.errors import UserError
 from lipnext_scale.files import file_sha256, file_stamp
 
 _MEMORY = "/proc/self/fd/"
-_SAMPLED = 256  # contents that the fingerprint of shards without an index looks at
+_SAMPLED = 256  # images of a set that the fingerprint of shards without an index looks at
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Shard:
 
     recorded: what its records are known by, which is that of its index and their place in it.
     index_stamp: what the file of its records is known by, which was found to be whole.
+    classes: the names of its labels, if its index has any.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Shard:
     sha256: str | None = None
     recorded: str = ""
     index_stamp: str = ""
+    classes: tuple[str, ...] = ()
 
     @property
     def in_memory(self) -> bool:
@@ -87,6 +89,12 @@ class Catalog:
         return min(int(x.min()) for x in labels), max(int(x.max()) for x in labels)
 
     @property
+    def class_names(self) -> set[tuple[str, ...]]:
+        """As the indexes have them; numbers that say nothing but the label are no names."""
+        told = {shard.classes for shard in self.shards}
+        return {names for names in told if any(str(i) != name for i, name in enumerate(names))}
+
+    @property
     def index_stamps(self) -> set[str]:
         """Of the files of records that were found whole: `open_catalog` may be told of them."""
         return {shard.index_stamp for shard in self.shards if shard.index_stamp}
@@ -99,13 +107,14 @@ class Catalog:
     @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
+        alone = sum(shard.sha256 is None for shard in self.shards)
         for shard in self.shards:
             if shard.sha256 is not None:
                 # Not the records themselves: of many millions that would take seconds.
                 digest.update(f"{shard.recorded} {shard.sha256}".encode())
             else:
                 digest.update(shard.records.view(np.uint8).data)
-                digest.update(_sampled_contents(shard))
+                digest.update(_sampled_contents(shard, max(1, _SAMPLED // alone)))
         return digest.hexdigest()
 
 
@@ -128,11 +137,12 @@ def open_catalog(
     machine's file systems are copied there like remote ones. known: stamps of files that were found
     whole and are not hashed again.
     """
-    names, patterns = resolve_shards(pattern, key), wildcards(pattern)
+    parts = resolve_parts(pattern, key)
     if copy_local and not is_builtin(pattern):
-        names, patterns = [as_url(name) for name in names], [as_url(part) for part in patterns]
+        parts = [(part, [as_url(name) for name in found]) for part, found in parts]
+    names = [name for _, found in parts for name in found]
     copies = Cache(cache or default_cache(), "data.stage_dir" if copy_local else "data.cache_dir")
-    indexed = _indexed_shards(names, patterns, copies, known)
+    indexed = _indexed_shards(parts, copies, known)
     alone = [name for name in names if name not in indexed and is_remote(name)]
     paths = dict(zip(alone, stage_all(alone, copies, [None] * len(alone)), strict=True))
     room = int(memory_limit_gb * 1e9)
@@ -156,21 +166,27 @@ class _TooLarge(Exception):
 
 
 def _indexed_shards(
-    names: list[str], patterns: list[str], cache: Cache, known: Set[str]
+    parts: list[tuple[str, list[str]]], cache: Cache, known: Set[str]
 ) -> dict[str, Shard]:
     """The shards that have an index beside them; what a wildcard would find must all be there."""
     found: dict[str, Shard] = {}
     by_set: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        if not name.startswith("pipe:") and not name.endswith(".gz"):
-            by_set.setdefault((os.path.dirname(name), set_name(name)), []).append(name)
+    # By directory, the files that a wildcard which found something there means. (The whole pattern
+    # may be spelled otherwise than what it finds: //, memory:///.)
+    sought: dict[str, set[str]] = {}
+    for part, names in parts:
+        for name in names:
+            if not name.startswith("pipe:") and not name.endswith(".gz"):
+                directory = os.path.dirname(name)
+                by_set.setdefault((directory, set_name(name)), []).append(name)
+                sought.setdefault(directory, set()).add(part.rpartition("/")[2])
     for (directory, name), members in by_set.items():
         if is_remote(members[0]):
             opened = _staged_set(directory, name, members, cache)
         else:
             opened = _local_set(directory, name, members)
         if opened is not None:
-            opened.require_all(directory, patterns)
+            opened.require_all(directory, sought[directory])
             found.update(opened.shards(known))
     return found
 
@@ -212,18 +228,19 @@ class _OpenedIndex:
     index: SetIndex
     wanted: dict[str, tuple[str, str]]
 
-    def require_all(self, directory: str, patterns: list[str]) -> None:
+    def require_all(self, directory: str, patterns: Set[str]) -> None:
         """Shards that the index lists and a wildcard means, but that are not there, are missing."""
         for entry in self.index.shards:
-            name = os.path.join(directory, entry.file)
-            if entry.file not in self.wanted and any(fnmatch(name, part) for part in patterns):
+            meant = any(fnmatch(entry.file, pattern) for pattern in patterns)
+            if meant and entry.file not in self.wanted:
+                name = os.path.join(directory, entry.file)
                 raise UserError(f"{name}: is missing; {self.json_path.name} lists it")
 
     def shards(self, known: Set[str]) -> dict[str, Shard]:
         """The files must be there with the index's sizes."""
         index = self.index
         records = map_records(self.npy_path, index.samples)
-        stamp = self._require_whole_records(known)
+        stamp, classes = self._require_whole_records(known), tuple(index.classes)
         unknown = self.wanted.keys() - {entry.file for entry in index.shards}
         if unknown:
             raise UserError(f"{self.json_path}: does not know {min(unknown)}, which lies beside it")
@@ -235,7 +252,7 @@ class _OpenedIndex:
                 if size != entry.bytes:
                     raise UserError(f"{name}: has {size} bytes, its index says {entry.bytes}")
                 own, recorded = records[first : first + entry.samples], f"{index.records} {first}"
-                shards[name] = Shard(name, path, own, size, entry.sha256, recorded, stamp)
+                shards[name] = Shard(name, path, own, size, entry.sha256, recorded, stamp, classes)
             first += entry.samples
         return shards
 
@@ -281,10 +298,10 @@ def _unpacked(name: str, path: str, room: int) -> str:
     return f"{_MEMORY}{descriptor}"
 
 
-def _sampled_contents(shard: Shard) -> bytes:
-    """A digest of evenly spaced images of a shard."""
+def _sampled_contents(shard: Shard, images: int) -> bytes:
+    """A digest of about so many evenly spaced images of a shard."""
     digest = hashlib.blake2b(digest_size=16)
-    step = max(1, len(shard.records) // _SAMPLED)
+    step = max(1, len(shard.records) // images)
     with open(shard.path, "rb") as file:
         for record in shard.records[::step]:
             digest.update(os.pread(file.fileno(), int(record["size"]), int(record["offset"])))

@@ -1,5 +1,6 @@
 """What is trained on and how a batch is made."""
 
+import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
@@ -19,8 +20,8 @@ class SyntheticConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
-        if not self.per_real > 0:
-            raise ConfigError("per_real", self.per_real, "must be positive")
+        if not 0 < self.per_real < math.inf:
+            raise ConfigError("per_real", self.per_real, "must be positive and finite")
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ def _png(encoded: bytes, channels: int) -> np.ndarray:
     if damage := png_damage(encoded):  # libpng would complain on stderr in words of its own
         raise BadSample(f"is a damaged PNG: {damage}")
     how = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
+    how |= cv2.IMREAD_IGNORE_ORIENTATION  # as with JPEGs: pixels as they are stored
     pixels = cv2.imdecode(np.frombuffer(encoded, dtype=np.uint8), how)
     if pixels is None:
         raise BadSample("is a damaged PNG")

@@ -9,7 +9,7 @@ from lipnext_scale.data.catalog import Catalog, open_catalog
 from lipnext_scale.data.config import DataConfig
 from lipnext_scale.data.evaluation import TestSet
 from lipnext_scale.data.loader import StreamLoader
-from lipnext_scale.data.samples import require_fits
+from lipnext_scale.data.samples import require_fits, require_same_classes
 from lipnext_scale.data.source import Source, SourceOptions
 
 
@@ -41,6 +41,7 @@ class DataSets:
         }
         for catalog in self.all:
             require_fits(catalog, image_size, channels, num_classes, resized[catalog.key])
+        require_same_classes(self.train, self.all)
 
     @property
     def all(self) -> list[Catalog]:

@@ -1,6 +1,7 @@
 """A whole set decoded into memory: for small ones, for certificates and for pictures."""
 
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 import torch
@@ -73,6 +74,17 @@ def some_shapes(catalog: Catalog) -> list[tuple[int, int, int]]:
     if not shapes:
         raise UserError(reason)
     return shapes
+
+
+def require_same_classes(train: Catalog, others: list[Catalog]) -> None:
+    """A label means the same class in all sets, as far as their indexes name the classes."""
+    for catalog in others:
+        for names, own in product(train.class_names, catalog.class_names):
+            for label, (name, other) in enumerate(zip(names, own, strict=False)):
+                if name != other:
+                    what = f"its class {label} is {other!r}, that of {train.key} is {name!r}"
+                    right = "convert both from the same classes"
+                    raise ConfigError(catalog.key, catalog.pattern, f"{what}; {right}")
 
 
 def require_fits(

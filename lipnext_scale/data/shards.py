@@ -36,11 +36,16 @@ def as_url(shard: str) -> str:
 
 def resolve_shards(pattern: str, key: str) -> list[str]:
     """The shards a pattern means; `key` is the configuration key to blame if there are none."""
+    return [shard for _, found in resolve_parts(pattern, key) for shard in found]
+
+
+def resolve_parts(pattern: str, key: str) -> list[tuple[str, list[str]]]:
+    """The parts that braces make of a pattern, each with the shards that it means."""
     try:
         parts = list(braceexpand(_expanded(pattern)))
     except ValueError as error:
         raise ConfigError(key, pattern, f"is not a pattern: {error}") from None
-    shards: list[str] = []
+    resolved = []
     for part in parts:
         found = _matches(part, key, pattern)
         if not found:
@@ -48,8 +53,8 @@ def resolve_shards(pattern: str, key: str) -> list[str]:
             if part and _is_directory(part):
                 right = f"it is a directory; its shards are {part.rstrip('/')}/train-*.tar, say"
             raise ConfigError(key, pattern, f"no shard {part!r} ({right})")
-        shards += found
-    return shards
+        resolved.append((part, found))
+    return resolved
 
 
 def _expanded(pattern: str) -> str:
@@ -90,8 +95,3 @@ def _is_directory(path: str) -> bool:
         return Path(path).is_dir()
     except OSError:
         return False
-
-
-def wildcards(pattern: str) -> list[str]:
-    """The parts of a pattern that mean whatever is there."""
-    return [part for part in braceexpand(_expanded(pattern)) if has_magic(part)]

@@ -127,7 +127,12 @@ def _is_outdated(shard: str, copy: Path) -> bool:
     if not shard.startswith(FILE):
         return False
     now, then = os.stat(shard.removeprefix(FILE)), copy.stat()
-    return (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns)
+    return now.st_size != then.st_size or not _is_time_of(now.st_mtime_ns, then.st_mtime_ns)
+
+
+def _is_time_of(source: int, copy: int) -> bool:
+    """Whether a copy's time was set to its source's; some file systems keep whole seconds only."""
+    return any(copy == source // unit * unit for unit in (1, 100, 10**3, 10**6, 10**9))
 
 
 @contextmanager

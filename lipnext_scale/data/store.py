@@ -70,12 +70,13 @@ class SampleStore:
     def will_need(self, first: int, last: int) -> None:
         """Ask the kernel to read samples first..last into its cache; reading tells what fails."""
         while first <= last:
-            shard, record = self.catalog.locate(first)
-            end_of_shard = first - self.catalog.number_in_shard(first) + len(shard.records) - 1
-            _, end = self.catalog.locate(min(last, end_of_shard))
+            shard, _ = self.catalog.locate(first)
+            start = self.catalog.number_in_shard(first)
+            records = shard.records[start : start + last - first + 1]
             with suppress(OSError):
-                self._advise(shard, record.offset, end.offset + end.size)
-            first = end_of_shard + 1
+                for begin, end in _consecutive(records):
+                    self._advise(shard, begin, end)
+            first += len(records)
 
     def _advise(self, shard: Shard, start: int, stop: int) -> None:
         descriptor = self._descriptor(shard)
@@ -102,3 +103,17 @@ class SampleStore:
 
     def __del__(self) -> None:
         self.close()  # descriptors are numbers, which nobody else would give back
+
+
+def _consecutive(records: np.ndarray) -> list[tuple[int, int]]:
+    """The parts of a file that hold these samples, as (begin, end).
+
+    In a tar they lie one behind the other. FFCV's writers take pages of a .beton in turn: there
+    samples of consecutive numbers may lie far apart, in any order.
+    """
+    begins = records["offset"].astype(np.int64)
+    ends = begins + records["size"]
+    gaps = begins[1:] - ends[:-1]
+    breaks = np.flatnonzero((gaps < 0) | (gaps > _ADVICE))
+    firsts, lasts = np.append(0, breaks + 1), np.append(breaks, len(records) - 1)
+    return list(zip(begins[firsts].tolist(), ends[lasts].tolist(), strict=True))

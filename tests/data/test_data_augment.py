@@ -131,6 +131,17 @@ def test_centre_crop():
     assert np.array_equal(centre_crop(image, 6), image[1:7, 3:9])
 
 
+def test_an_image_too_long_for_rand_augment_is_a_bad_sample():
+    """Whatever the chances are: it would be longer than RandAugment's arithmetic reaches."""
+    config = AugmentConfig(resize=(224, 288), flip=True, rand_augment=0.5)
+    chances = draw_chances(config, 0, 0, np.arange(20))
+    out = np.empty((224, 224, 3), dtype=np.uint8)
+    for index in range(20):
+        with pytest.raises(BadSample, match="is 100×5700: more than 56 times as long"):
+            augment(np.zeros((100, 5700, 3), np.uint8), config, chances, index, out)
+        augment(np.zeros((100, 5600, 3), np.uint8), config, chances, index, out)
+
+
 def test_an_image_of_another_size_is_a_bad_sample():
     with pytest.raises(BadSample, match="is 3×6×7, and the model takes 6×6"):
         apply(FLIP, [image_of(0, 6, 7, 3)], [0])

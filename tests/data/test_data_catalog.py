@@ -1,6 +1,7 @@
 """Opening sets: with an index and without, here and elsewhere, whole and damaged."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -177,6 +178,21 @@ def damage_gone(directory: Path) -> str:
     return "train-000001.tar: is missing; train.index.json lists it"
 
 
+@pytest.mark.parametrize("spelled", ["{}//train-*.tar", "{}/./train-*.tar", "{}/train-00000?.tar"])
+def test_a_missing_shard_is_missed_however_the_pattern_is_spelled(shards, spelled):
+    """What is found bears other names than the pattern says."""
+    said = damage_gone(Path(shards).parent)
+    with pytest.raises(UserError, match=said):
+        open_catalog(spelled.format(Path(shards).parent), "data.train")
+
+
+def test_a_wildcard_elsewhere_asks_for_nothing_here(tmp_path, shards):
+    """Only what a pattern means in this directory has to be there."""
+    other = write_set(tmp_path / "other", [2, 2])
+    some = shards.replace("*", "000000")
+    assert len(open_catalog(f"{{{other},{some}}}", "data.train")) == 4 + COUNTS[0]
+
+
 @pytest.mark.parametrize("damage", [damage_labels, damage_gone])
 def test_labels_and_shards_are_those_of_the_index(shards, damage):
     """A wildcard means all shards that the index lists, and labels are under its checksum."""
@@ -191,6 +207,12 @@ def test_an_unpacked_shard_beyond_the_limit(tmp_path):
     path = write_tar(tmp_path / "a.tar.gz", members)
     with pytest.raises(ConfigError, match=r"data.memory_limit_gb = 0.001"):
         open_catalog(path, "data.train", memory_limit_gb=0.001)
+
+
+@pytest.mark.parametrize("per_real", [0.0, -1.0, math.inf, math.nan])
+def test_mixtures_that_are_none(per_real):
+    with pytest.raises(ConfigError, match="per_real = .*: must be positive and finite"):
+        SyntheticConfig("c", per_real)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +276,13 @@ def test_a_remote_set_is_the_same_set(shards, remote):
     ]
     assert here.fingerprint() == there.fingerprint()
     assert np.array_equal(pixels(shards), pixels(remote))
+
+
+def test_a_missing_remote_shard_is_missed(remote):
+    """fsspec spells the names that it finds in its own way."""
+    fsspec.filesystem("memory").rm("/bucket/set/train-000001.tar")
+    with pytest.raises(UserError, match="train-000001.tar: is missing"):
+        open_catalog(remote, "data.train")
 
 
 def test_a_remote_set_without_an_index(remote, shards):

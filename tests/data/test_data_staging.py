@@ -61,6 +61,17 @@ def test_copies_are_made_once_and_again_after_a_change(tmp_path: Path, shards: s
     assert changed.fingerprint() == opened(shards).fingerprint()
 
 
+def test_a_copy_where_times_are_whole_seconds(tmp_path: Path, shards: str) -> None:
+    """As on some shared file systems: it is still the copy of its source."""
+    first = [Path(shard.path) for shard in opened(shards, tmp_path / "node").shards]
+    for path in first:
+        seconds = path.stat().st_mtime_ns // 10**9
+        os.utime(path, ns=(seconds * 10**9, seconds * 10**9))
+    numbers = [path.stat().st_ino for path in first]
+    opened(shards, tmp_path / "node")
+    assert [path.stat().st_ino for path in first] == numbers
+
+
 def test_a_missing_shard_is_missed(tmp_path: Path, shards: str) -> None:
     """Also where an earlier copy of it is still on the node."""
     opened(shards, tmp_path / "node")

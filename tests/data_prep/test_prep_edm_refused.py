@@ -134,6 +134,7 @@ def test_a_zip_without_labels_or_of_another_kind(tmp_path, capsys):
         (["1"] * (N - 1), "has 11 labels for 12 images"),
         (["1"] * (N - 1) + ["cat"], "'cat' is no class number"),
         (["1"] * (N - 1) + ["1.5"], "'1.5' is no class number"),
+        (["1"] * (N - 1) + ["--5"], "'--5' is no class number"),
         (["1"] * (N - 1) + ["-1"], "labels from -1 to 1"),
         ([f"{i:03d}.png,1" for i in range(N - 1)], "1 of 12 images have no label, '011.png'"),
         ([f"{i:03d}.png,1" for i in range(N + 1)], "1 of 13 labels have no image, '012.png'"),

@@ -11,6 +11,8 @@ from PIL import Image
 from prep_sources import decoded, encoded, noise, png_with, smooth
 
 from data_prep.writing.encoding import BadImage, ImageRules, stored_image
+from lipnext_scale.data.decode import decode
+from lipnext_scale.data.index import KINDS
 
 RULES = ImageRules()
 COLOUR, GREY = smooth(20, 30), smooth(20, 30)[:, :, 0]
@@ -40,13 +42,22 @@ def test_plain_files_keep_their_bytes(content):
     assert stored.kind == ("png" if content[:4] == b"\x89PNG" else "jpeg")
 
 
-def test_exif_orientation_is_left_alone():
-    """The bytes stay, with their note that the picture lies on its side."""
+@pytest.mark.parametrize("picture", [COLOUR, GREY], ids=["colour", "grey"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_exif_orientation_is_left_alone(kind, picture):
+    """The bytes stay, with their note that the picture lies on its side, and so does the picture
+    when training decodes it."""
     exif = Image.Exif()
     exif[0x0112] = 6
-    content = encoded(COLOUR, "JPEG", exif=exif)
+    content = encoded(picture, kind, exif=exif)
     stored = stored_image(content, RULES)
-    assert stored.content == content and (stored.height, stored.width) == COLOUR.shape[:2]
+    assert stored.content == content and (stored.height, stored.width) == picture.shape[:2]
+    channels = 1 if picture is GREY else 3
+    shape = (stored.height, stored.width, channels)
+    pixels = decode(content, KINDS[stored.kind], channels, shape)
+    assert pixels.shape == shape
+    if kind == "PNG":
+        assert np.array_equal(pixels, picture.reshape(shape))
 
 
 # --- files that are changed -------------------------------------------------------------------
