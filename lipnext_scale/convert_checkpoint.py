@@ -27,6 +27,9 @@ from lipnext_scale.recipe import CheckpointFormat, load_recipe
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.run_state import RunState
 
+# What can be said beside parallel.*: where it is done, and where matrices must not be cut.
+OTHERS = ("run.device", "model.blocks_per_bank")
+
 
 @command
 def main(argv: list[str] | None = None) -> None:
@@ -52,15 +55,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "overrides",
         nargs="*",
-        metavar="parallel.key=value",
-        help="how DeepSpeed cuts it, such as parallel.zero_stage=3; else as the run's own",
+        metavar="key=value",
+        help="how DeepSpeed cuts it, such as parallel.zero_stage=3; else as the run's own "
+        f"(parallel.*, {', '.join(OTHERS)})",
     )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.to == "native" and arguments.overrides:
         parser.error(f"{arguments.overrides[0]}: is for --to deepspeed alone")
     for override in arguments.overrides:
-        if not override.startswith("parallel."):
-            parser.error(f"{override}: only parallel.key=value can be given")
+        if not override.startswith(("parallel.", *(f"{key}=" for key in OTHERS))):
+            allowed = ", ".join(("parallel.*", *OTHERS))
+            parser.error(f"{override}: only {allowed} can be given")
     return arguments
 
 

@@ -66,7 +66,8 @@ def _require_all_started(environment: Environment) -> None:
             raise UserError(
                 "accelerate was asked for several processes and has started one: --cpu and "
                 "distributed_type MULTI_CPU do so; use --multi_gpu --num_processes N, or "
-                "distributed_type MULTI_GPU, FSDP or DEEPSPEED, which start them on CPUs too"
+                "distributed_type MULTI_GPU, FSDP or DEEPSPEED, which start them on CPUs too; "
+                "if one was wanted, unset MASTER_ADDR, which says otherwise"
             )
 
 

@@ -48,7 +48,8 @@ def training_memory(engine: Engine, optimizers: Optimizers) -> Memory:
     """This rank's bytes of parameters, gradients and optimizer state.
 
     The owners' matrices of the row layout count as optimizer state: the model has rows beside them.
-    DeepSpeed frees gradients in its step, so that none are left to count.
+    DeepSpeed frees gradients in its step, so that none are left to count; buffers that it keeps for
+    them are its own affair and not counted.
     """
     owned = engine.owned_matrices()
     states: list[Mapping[Any, Any]] = [optimizers.euclidean.state]

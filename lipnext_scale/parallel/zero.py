@@ -11,9 +11,11 @@ by asserts on sizes; it was written for 0.19.8.
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -35,6 +37,7 @@ from lipnext_scale.parallel.zero_pieces import parts_of, put_back, zero_pieces
 from lipnext_scale.parallel.zero_settings import deepspeed_settings
 
 Parameters = list[nn.Parameter]
+OLDEST_DEEPSPEED = (0, 19, 8)  # as in pyproject.toml
 
 
 class DeepSpeedEngine(SingleEngine):
@@ -100,6 +103,7 @@ class DeepSpeedEngine(SingleEngine):
             dist_init_required=False,
         )
         self.network = self.deepspeed
+        self.processes.apply_timeout(self.deepspeed.data_parallel_group)
         self.zero: Any = self.deepspeed.optimizer
         self.partitions = self._find_partitions(groups, config.width)
         self._initialise(seed)
@@ -143,7 +147,6 @@ class DeepSpeedEngine(SingleEngine):
                 module=module,
                 config_dict_or_path=settings,
                 dtype=dtype,
-                mem_efficient_linear=False,  # it would replace F.linear for everybody
                 remote_device=device.type,
             )
 
@@ -238,7 +241,10 @@ class DeepSpeedEngine(SingleEngine):
 
     def step(self) -> None:
         self.deepspeed.step()
-        assert self.deepspeed.was_step_applied(), "DeepSpeed left a step out"
+        # With the optimizer on the CPU, and with ZeRO-1 in bf16, it looks at gradients before our
+        # clipping, whose squares may be more than float32 holds though they are finite themselves.
+        if not self.deepspeed.was_step_applied():
+            raise FloatingPointError("DeepSpeed made no step: it cannot tell the gradient's norm")
 
     def discard_gradients(self) -> None:
         """By a step of DeepSpeed's that moves nothing: it knows all the places they are in.
@@ -250,6 +256,10 @@ class DeepSpeedEngine(SingleEngine):
             self.deepspeed.step()
         finally:
             self.client.idle = False
+        if self.config.zero_stage < 3 and self.config.offload_optimizer:
+            # Sums of parts in bf16, which it keeps when it leaves a step out.
+            for number in range(len(self.partitions)):
+                self.zero.averaged_gradients[number] = None
 
     def _gradients(self) -> list[Tensor]:
         return [g for number in range(len(self.partitions)) for g in self._gradients_of(number)]
@@ -307,8 +317,14 @@ class _Padded(nn.Module):
 
 
 def require_deepspeed() -> None:
+    install = "pip install 'lipnext_scale[deepspeed]'"
     if find_spec("deepspeed") is None:
-        right = "DeepSpeed is not installed here: pip install 'lipnext_scale[deepspeed]'"
+        right = f"DeepSpeed is not installed here: {install}"
+        raise ConfigError("parallel.engine", "deepspeed", right)
+    here = version("deepspeed")
+    if tuple(map(int, re.findall(r"\d+", here)[:3])) < OLDEST_DEEPSPEED:
+        oldest = ".".join(map(str, OLDEST_DEEPSPEED))
+        right = f"DeepSpeed {here} is older than {oldest}, which this was written for: {install}"
         raise ConfigError("parallel.engine", "deepspeed", right)
 
 

@@ -84,6 +84,14 @@ class ZeroCheckpoints:
                 sync_file(file)
 
     def _finish(self, step: int, partial: Path, path: Path) -> None:
+        stage, ranks = self._engine.config.zero_stage, self._engine.processes.world_size
+        for rank in range(ranks):
+            for file in files_of(partial, stage, rank):
+                if not file.exists():
+                    raise UserError(
+                        f"{path}: cannot be written: {file.name} of process {rank} is not to be "
+                        "seen from the first: all processes need the same directory"
+                    )
         sync_directory(partial)
         give_name(partial, path)
         write_atomically(self._directory / LATEST, path.name.encode())

@@ -46,6 +46,7 @@ def _zero(config: ParallelConfig, largest: int, on_gpu: bool) -> dict[str, Any]:
             "stage3_max_live_parameters": 2 * largest,
             "stage3_max_reuse_distance": largest,
             "stage3_param_persistence_threshold": 0,
+            "memory_efficient_linear": False,  # it would replace F.linear for everybody
         }
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}

@@ -6,12 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from training.small import small_recipe, whole_piece
 
 from lipnext_scale import trainer as trainer_module
 from lipnext_scale.checkpoint import load_pieces, read_facts, stored_shapes
+from lipnext_scale.errors import RunFailed
 from lipnext_scale.trainer import Trainer
 
 # ε is large enough that Adam does not make steps of rounding errors, so engines can be compared.
@@ -31,14 +33,14 @@ THEIRS = ["ZeRO-2", "ZeRO-3"]
 
 
 @contextmanager
-def poison(trainer: Trainer, steps: set[int]) -> Iterator[None]:
+def poison(trainer: Trainer, steps: set[int], by: float = torch.nan) -> Iterator[None]:
     """The loss of these steps, counted from one, is NaN on the last rank; so are all gradients."""
     healthy = trainer_module.compute_loss
     is_last = trainer.processes.rank == trainer.processes.world_size - 1
 
     def loss(*arguments: object) -> Tensor:
         bad = is_last and trainer.step + 1 in steps
-        return healthy(*arguments) * (torch.nan if bad else 1.0)  # type: ignore[arg-type]
+        return healthy(*arguments) * (by if bad else 1.0)  # type: ignore[arg-type]
 
     trainer_module.compute_loss = loss  # type: ignore[assignment]
     try:
@@ -71,6 +73,26 @@ def train_all(rank: int, world_size: int, directory: Path, engines: list[str]) -
         if name in THEIRS:
             theirs = [*back, "run.checkpoint_format=deepspeed"]
             train(directory / name / "rollback, theirs", {7}, *theirs)
+
+
+def train_offloaded_in_bf16(rank: int, world_size: int, directory: Path) -> None:
+    for stage in (1, 2, 3):
+        train(
+            directory / f"ZeRO-{stage}",
+            {5},
+            *ENGINES["ZeRO-2, offloaded"],
+            f"parallel.zero_stage={stage}",
+            "parallel.precision=bf16",
+            "run.on_non_finite=skip",
+        )
+
+
+def train_with_a_huge_loss(rank: int, world_size: int, directory: Path) -> str:
+    """What is said in the third step."""
+    trainer = Trainer(small_recipe(directory, *SETTINGS, *ENGINES["ZeRO-2, offloaded"]))
+    with poison(trainer, {3}, by=1e21), pytest.raises(RunFailed) as failed:
+        trainer.run()
+    return str(failed.value)
 
 
 def copy_without_last(directory: Path) -> None:

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from gloo import run_processes
-from poisoned import ENGINES, THEIRS, stored, tensors_of, train, train_all
+from poisoned import (
+    ENGINES,
+    THEIRS,
+    stored,
+    tensors_of,
+    train,
+    train_all,
+    train_offloaded_in_bf16,
+    train_with_a_huge_loss,
+)
 from training.small import assert_same, small_recipe
 
 from lipnext_scale.config import ConfigError
@@ -79,6 +88,22 @@ def test_all_engines_do_the_same(runs: Path, engine: str, policy: str) -> None:
     assert ours.keys() == alone.keys()
     for name, tensor in alone.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+def test_a_batch_in_bf16_is_left_out_alone(tmp_path: Path) -> None:
+    """With the optimizer on the CPU DeepSpeed adds up parts in a place of their own, which must not
+    keep what was not finite for the steps after it."""
+    run_processes(2, train_offloaded_in_bf16, tmp_path, timeout=300)
+    for stage in (1, 2, 3):
+        assert stored(tmp_path / f"ZeRO-{stage}", 12)["non_finite"] == {"count": 1, "missing": 1}
+
+
+@pytest.mark.slow
+def test_a_norm_beyond_float32_ends_in_a_line(tmp_path: Path) -> None:
+    """Gradients are finite and would be clipped; DeepSpeed looks at them before that."""
+    (said,) = run_processes(1, train_with_a_huge_loss, tmp_path)
+    assert said.startswith("step 3: DeepSpeed made no step: it cannot tell the gradient's norm; ")
 
 
 def test_it_is_told_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
