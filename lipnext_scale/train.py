@@ -14,6 +14,7 @@ What accelerate's configuration or a DeepSpeed file says is taken over, and must
 
 import argparse
 import os
+from contextlib import suppress
 from signal import SIGUSR1
 
 from lipnext_scale import config as configuration
@@ -46,7 +47,10 @@ def main(argv: list[str] | None = None) -> None:
         try:
             trainer.run()
         except Stopped:  # on all ranks at the same step
-            trainer.close()
+            with suppress(
+                RuntimeError
+            ):  # all is saved: what fails now must not look like a failure
+                trainer.close()
             raise
         trainer.close()  # but not where one rank failed: it must not wait for the others
 

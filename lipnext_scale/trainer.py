@@ -19,7 +19,7 @@ from lipnext_scale.heartbeat import beat
 from lipnext_scale.losses import class_distances, compute_loss, training_radius
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.observe import Observer, to_unit_range
-from lipnext_scale.parallel import build_engine, lost_a_peer
+from lipnext_scale.parallel import build_engine, is_out_of_memory, lost_a_peer
 from lipnext_scale.recipe import Recipe
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.run_state import RunState
@@ -85,8 +85,7 @@ class Trainer:
         try:
             return self.engine.build(config, self.recipe.run.seed)
         except RuntimeError as error:
-            said = ("can't allocate memory", "out of memory", "overflow")
-            if not any(words in str(error) for words in said):
+            if not is_out_of_memory(error) and "overflow" not in str(error):
                 raise
             gigabytes = 4 * config.bank_parameters / 1e9
             right = (
@@ -130,6 +129,8 @@ class Trainer:
                     f"step {self.step}: a process that makes batches (data.workers) has ended: was "
                     f"it killed for lack of memory?; the same command continues {run.dir}"
                 ) from None
+            if is_out_of_memory(error):
+                raise RunFailed(f"step {self.step + 1}: {self._out_of_memory()}") from None
             if not lost_a_peer(error):
                 raise
             if self.wish.signal is not None and not self.is_first:
@@ -141,6 +142,14 @@ class Trainer:
             self.observer.close()
             self.directory.lock.release()
         self._say(f"{run.dir}: at step {self.step} of {self.total_steps}")
+
+    def _out_of_memory(self) -> str:
+        share = self.recipe.data.batch_size // self.processes.world_size
+        return (
+            f"out of memory on {self.processes.device} with {share} images a process; a larger "
+            "parallel.accumulation, parallel.recompute_activations=true or more processes help; "
+            f"the same command with that continues {self.recipe.run.dir}"
+        )
 
     def _watching(self) -> AbstractContextManager[None]:
         start = self.processes.first_does(lambda: time.strftime("%Y-%m-%d_%H-%M-%S"))

@@ -58,7 +58,8 @@ prepare() {
 train() {
   local is_host=false torchrun
   [[ $node != 0 ]] || is_host=true
-  # Addresses are given, for host names need not resolve; and who is the host is not left to them.
+  # Addresses are given, for host names need not resolve; and who is the host is not left to them. The
+  # others wait for it, which may unpack its container more slowly, longer than torchrun's minute.
   torchrun=("$LIPNEXT_PYTHON" -m torch.distributed.run
     --nnodes "$LIPNEXT_NODES"
     --nproc-per-node "$LIPNEXT_PROCS_PER_NODE"
@@ -66,7 +67,7 @@ train() {
     --rdzv-backend c10d
     --rdzv-id "$LIPNEXT_RUN_ID"
     --rdzv-endpoint "${addresses[0]}:$LIPNEXT_HEAD_PORT"
-    --rdzv-conf "is_host=$is_host"
+    --rdzv-conf "is_host=$is_host,read_timeout=600"
     --local-addr "${addresses[$node]}"
     -m "${train[@]}")
   if [[ -n ${SLURM_JOB_ID:-} && -z $by_hand ]]; then

@@ -4,7 +4,8 @@
 #
 # One srun task a node runs node.sh, first `prepare`, then `train`. Then
 #   finished                → exit 0
-#   stopped by USR1         → scontrol requeue; the same script runs again and the run goes on
+#   stopped by USR1         → scontrol requeue; the same script runs again and the run goes on,
+#                             whatever its processes said when they left
 #   stopped by SIGTERM      → the same if the job was preempted, else exit 143
 #   a mistake of the user   → exit 2, never requeued
 #   another failure         → its exit code; requeued if LIPNEXT_FAILURE_REQUEUES allows another try
@@ -55,6 +56,8 @@ describe_job() {
 # Sets `on_nodes`, the command that runs something once on every node, in the container if there is one.
 choose_container() {
   on_nodes=(srun --nodes="$LIPNEXT_NODES" --ntasks="$LIPNEXT_NODES" --ntasks-per-node=1)
+  # After `sbatch --export=NONE` srun would pass on as little as sbatch did, and nothing of the above.
+  on_nodes+=(--export=ALL)
   # Without its peers a node waits in vain.
   on_nodes+=(--kill-on-bad-exit=1)
   # srun does not take this over from sbatch.
@@ -118,11 +121,13 @@ requeue_preempted() {
 
 # Counts in the run's directory, for a job's own count of restarts has preemptions in it too.
 requeue_failure() {
-  local status=$1 tries=$LIPNEXT_FAILURE_REQUEUES file=$2/failures failures=0
-  [[ ! -r $file ]] || failures=$(<"$file")
+  local status=$1 tries=$LIPNEXT_FAILURE_REQUEUES file=$2/failures failures=0 whose='' count
+  # Another job's are over with it.
+  [[ ! -r $file ]] || read -r whose count <"$file" || true
+  [[ $whose != "$SLURM_JOB_ID" ]] || failures=$count
   if [[ -z $cancelled ]] && ((failures < tries)); then
     mkdir -p "$2"
-    echo $((failures + 1)) >"$file"
+    echo "$SLURM_JOB_ID $((failures + 1))" >"$file"
     requeue "failed with exit code $status, $((failures + 1)) of $tries times at most"
   fi
   exit "$status"
@@ -149,20 +154,28 @@ run_job() {
   ! grep -qx warned <<<"$told" || requeue "USR1 before the first step"
   run_dir=$(sed -n 's/^run\.dir: //p' <<<"$told" | head -n 1)
   export LIPNEXT_RUN_DIR=$run_dir
-  rm -f "$run_dir/stopped"
+  # What is older than this the run has not left now. Nothing is removed: other hosts may have seen it.
+  [[ ! -d $run_dir ]] || touch "$run_dir/.job-started"
   "${on_nodes[@]}" bash launch/shared/node.sh train "${overrides[@]}" || status=$?
-  if ((status != 0)) || [[ -e $run_dir/stopped ]]; then
+  if ((status != 0)) || has_left stopped; then
     requeue_preempted
   fi
+  # By its exit code alone a run that USR1 stopped looks finished, so that torchrun leaves it alone; or
+  # failed, where a process that had saved met an error on its way out.
+  if [[ -z $cancelled ]] && has_left requeue; then
+    local reason
+    reason=$(<"$run_dir/requeue") # empty where the disk is full
+    requeue "${reason:-stopped by USR1}"
+  fi
   ((status == 0)) || requeue_failure "$status" "$run_dir"
-  [[ ! -e $run_dir/stopped ]] || exit 143
+  ! has_left stopped || exit 143
   [[ -d $run_dir ]] || fail "$run_dir: not seen outside the container; mount it under the same path"
   rm -f "$run_dir/failures"
-  # By its exit code alone a run that USR1 stopped looks finished, so that torchrun leaves it alone.
-  [[ -e $run_dir/requeue ]] || return 0
-  local reason
-  reason=$(<"$run_dir/requeue") # empty where the disk is full
-  requeue "${reason:-stopped by USR1}"
+}
+
+# A file in the run's directory, since this start.
+has_left() {
+  [[ $run_dir/$1 -nt $run_dir/.job-started ]]
 }
 
 run_job "$@"

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lipnext_scale.doctor.report import Finding, ok, size, warn, wrong
@@ -48,7 +47,9 @@ def _gpu(index: int) -> Finding:
 
 def no_gpu(built_for: str | None, recipe: "Recipe | None") -> Finding:
     """Wrong only where one is there or asked for: a CPU alone is slow, not wrong."""
-    there = sorted(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi")
+    from lipnext_scale.parallel.processes import gpu_is_there
+
+    there = gpu_is_there() or shutil.which("nvidia-smi")
     if there and built_for is None:
         return wrong("gpu", "there is one, but torch is built for CPUs", CUDA_BUILD)
     if there:

@@ -3,7 +3,8 @@
 The first process keeps `lock` locked by the system (fcntl). Such a lock ends with the process,
 however that ends, and is not inherited by its workers: on one machine it is never stale. Network
 file systems may not carry it from host to host. So the file also names its holder, who renews its
-time; a holder on another host is believed alive until its sign of life is STALE seconds old.
+time. Whether a holder on another host is alive is seen by waiting: until its next sign of life, or
+until the last one is STALE seconds old.
 """
 
 import errno
@@ -11,9 +12,11 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +26,7 @@ from lipnext_scale.files import nearest_existing
 RENEW, STALE = 15.0, 60.0  # seconds
 # Others may just be looking, such as the checks of all nodes before a start.
 PATIENCE = 2.0
+LOOK = 1.0  # seconds between looks at a holder on another host
 _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 
 
@@ -55,35 +59,42 @@ class RunLock:
         """Another may take it, from any host and at once."""
         self._released.set()
         if self._file is not None:
-            try:
+            # On a disk that fails, others will wait until our last sign of life is old.
+            with suppress(OSError):
                 self._file.truncate(0)
-            finally:
+            with suppress(OSError):
                 self._file.close()
-                self._file = None
+            self._file = None
 
     def _lock(self) -> TextIO:
-        file = self.path.open("a+", encoding="utf-8")
-        file.seek(0)
-        holder = _parse(file.read())
-        try:
-            locked = _lock_soon(file)
-        except (BlockingIOError, PermissionError):
-            file.close()
-            raise self._in_use(holder) from None
-        silence = self._silence()
-        if holder and silence < STALE and not _is_ended_or_ours(holder, locked):
-            file.close()
-            raise self._in_use(
-                holder, f"; its last sign of life is {silence:.0f} s old, free after {STALE:.0f} s"
-            )
-        return file
+        first_seen = None  # the time of the sign of life of a holder on another host
+        while True:
+            file = self.path.open("a+", encoding="utf-8")  # anew: its time is not a cached one then
+            file.seek(0)
+            holder = _parse(file.read())
+            try:
+                locked = _lock_soon(file)
+            except (BlockingIOError, PermissionError):
+                file.close()
+                raise self._in_use(holder) from None
+            silence, seen = self._silence(), os.fstat(file.fileno()).st_mtime_ns
+            if not holder or silence >= STALE or _is_ended_or_ours(holder, locked):
+                return file
+            file.close()  # others may look meanwhile
+            if _is_here(holder) or first_seen not in (None, seen):
+                raise self._in_use(holder)
+            if first_seen is None:
+                wait = f"it may be dead: waiting up to {STALE - silence:.0f} s for a sign of life"
+                print(f"{self._in_use(holder)}; {wait}", file=sys.stderr, flush=True)
+            first_seen = seen
+            time.sleep(LOOK)
 
-    def _in_use(self, holder: dict[str, Any], more: str = "") -> UserError:
+    def _in_use(self, holder: dict[str, Any]) -> UserError:
         who = "another process that is just starting"
         if holder:
             who = "process {pid} on {host}, started {started}".format(**holder)
             who += f" (job {holder['job']})" if holder["job"] else ""
-        return UserError(f"run.dir = {str(self.directory)!r}: is in use by {who}{more}")
+        return UserError(f"run.dir = {str(self.directory)!r}: is in use by {who}")
 
     def _silence(self) -> float:
         """Seconds since the file was renewed, by the clock of its file system."""
@@ -135,9 +146,13 @@ def _parse(text: str) -> dict[str, Any]:
 def _is_ended_or_ours(holder: dict[str, Any], locked: bool) -> bool:
     """On our own host the system tells; a job may move its first process."""
     ours = _ourselves()
-    if holder["host"] == ours["host"]:
+    if _is_here(holder):
         return locked or holder["pid"] == ours["pid"] or not _is_alive(holder["pid"])
     return bool(ours["job"]) and holder["job"] == ours["job"]
+
+
+def _is_here(holder: dict[str, Any]) -> bool:
+    return bool(holder["host"] == socket.gethostname())
 
 
 def _is_alive(pid: int) -> bool:

@@ -5,7 +5,7 @@ from lipnext_scale.parallel.ddp import DDPEngine
 from lipnext_scale.parallel.engine import Engine
 from lipnext_scale.parallel.fsdp import FSDPEngine
 from lipnext_scale.parallel.pieces import training_pieces
-from lipnext_scale.parallel.processes import Processes, lost_a_peer
+from lipnext_scale.parallel.processes import Processes, is_out_of_memory, lost_a_peer
 from lipnext_scale.parallel.single import SingleEngine
 from lipnext_scale.parallel.zero import DeepSpeedEngine
 
@@ -18,6 +18,7 @@ __all__ = [
     "Processes",
     "SingleEngine",
     "build_engine",
+    "is_out_of_memory",
     "lost_a_peer",
     "training_pieces",
 ]

@@ -8,6 +8,7 @@ deepspeed calls LOCAL_SIZE). Without them we are alone.
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -57,14 +58,21 @@ class Processes:
         if not self._grouped:
             return
         if self._made_group:
-            self._make_group()
+            self._make_group(device_name)
         if dist.get_backend() != "fake":  # that of dry runs has no other beside it
             # For small things on the host, and for checkpoints, whose thread must not share a group
             # with the training.
             self.host_group = dist.new_group(backend="gloo", timeout=self.timeout)
             self.checkpoint_group = dist.new_group(backend="gloo", timeout=self.timeout)
 
-    def _make_group(self) -> None:
+    def _make_group(self, device_name: str) -> None:
+        store = self._store()
+        # Groups of other backends than the first one's would wait for each other in vain.
+        store.set(f"device of {self.rank}", self.device.type)
+        first = store.get("device of 0").decode()
+        if first != self.device.type:
+            told = f"{self.device.type} on {os.uname().nodename}, {first} in the first process"
+            raise ConfigError("run.device", device_name, f"{told}; say which, or mend that host")
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         # For the report of a hang: collectives that torch remembers.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -73,7 +81,7 @@ class Processes:
             timeout=self.timeout,
             world_size=self.world_size,
             rank=self.rank,
-            store=self._store(),
+            store=store,
         )
 
     def _store(self) -> dist.Store:
@@ -120,13 +128,38 @@ class Processes:
 
 def lost_a_peer(error: RuntimeError) -> bool:
     """Whether a collective failed because another process is gone."""
-    said = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    said = ["Connection closed by peer", "Connection reset by peer", "Broken pipe"]
+    said += ["remote process exit"]  # NCCL's words
     return isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in said)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Of a GPU or of the machine."""
+    said = ("can't allocate memory", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
+
+
+def gpu_is_there() -> str:
+    """What says that this machine or job has a GPU, whether torch can use it or not; "" if none.
+
+    One that is hidden on purpose (CUDA_VISIBLE_DEVICES is empty or -1) is not there.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    if devices := sorted(Path("/dev").glob("nvidia[0-9]*")):
+        return str(devices[0])
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    return "" if given == "0" else f"SLURM_GPUS_ON_NODE = {given}"
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and (sign := gpu_is_there()):
+            build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+            why = f"there is a GPU ({sign}) that torch, built for {build}, cannot use"
+            right = "python -m lipnext_scale.doctor tells more; run.device=cpu trains without it"
+            raise ConfigError("run.device", "auto", f"{why}; {right}")
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():

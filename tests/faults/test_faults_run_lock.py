@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,22 +86,55 @@ def test_as_a_command(tmp_path: Path) -> None:
         assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-def test_another_host_is_believed_alive_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@contextmanager
+def alive(path: Path) -> Iterator[None]:
+    """A holder on another host, whose lock is not seen here, renews its sign of life."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.1):
+            os.utime(path)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_another_host_is_refused_where_it_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where locks do not reach: until its sign of life is old, or it is our own job."""
-    path = holder(tmp_path)
-    with pytest.raises(UserError, match=r"process 1 on node7, .*; its last sign of life is \d s"):
-        RunLock(tmp_path).require_free()
-    old = time.time() - run_lock.STALE - 1
-    os.utime(path, (old, old))
-    RunLock(tmp_path).require_free()
+    """Its next sign of life is waited for, and that is said; not for our own job."""
+    monkeypatch.setattr(run_lock, "LOOK", 0.2)
+    with alive(holder(tmp_path)):
+        with pytest.raises(UserError, match=r"in use by process 1 on node7, started \S+ \S+ \S+$"):
+            RunLock(tmp_path).require_free()
+    assert capsys.readouterr().err.count("waiting up to 60 s for a sign of life\n") == 1
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    holder(tmp_path, job="41")
-    with pytest.raises(UserError, match="job 41"):
-        RunLock(tmp_path).require_free()
+    with alive(holder(tmp_path, job="41")):
+        with pytest.raises(UserError, match="job 41"):
+            RunLock(tmp_path).require_free()
     holder(tmp_path, job="42")
     RunLock(tmp_path).require_free()
+    assert capsys.readouterr().err.count("waiting") == 1
+
+
+def test_another_host_that_was_killed_is_outwaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next job of a chain starts at once on another node: it must not end as a mistake."""
+    monkeypatch.setattr(run_lock, "STALE", 1.5)
+    monkeypatch.setattr(run_lock, "LOOK", 0.1)
+    holder(tmp_path)
+    began = time.monotonic()
+    lock = RunLock(tmp_path)
+    lock.require_free()
+    assert time.monotonic() - began > 1.0
+    lock.take()
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
 def test_a_job_without_an_id_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,10 +144,11 @@ def test_a_job_without_an_id_is_nobodys(tmp_path: Path, monkeypatch: pytest.Monk
     RunLock(tmp_path).take()
     told = json.loads((tmp_path / "lock").read_text())
     assert told["job"] == ""
+    monkeypatch.setattr(run_lock, "LOOK", 0.2)
     for job in ("", "none"):
-        holder(tmp_path, job=job)
-        with pytest.raises(UserError, match="is in use by process 1 on node7"):
-            RunLock(tmp_path).require_free()
+        with alive(holder(tmp_path, job=job)):
+            with pytest.raises(UserError, match="is in use by process 1 on node7"):
+                RunLock(tmp_path).require_free()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "node7-12-345")
     holder(tmp_path, job="node7-12-345")
     RunLock(tmp_path).require_free()

@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from ctypes import CDLL, c_int, c_ulong
+from itertools import chain
 from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
-PATIENCE = 180  # seconds, for anything to happen
+PATIENCE = 300  # seconds, for anything to happen
+UNFINISHED = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}
 _PR_SET_PDEATHSIG = 1
 CONF = """\
 ClusterName=test
@@ -27,8 +29,10 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
 AuthType=auth/munge
-# So long, and not two minutes, a requeued job is held.
-AuthInfo=socket={directory}/munge.socket,cred_expire=5
+# So long, and not two minutes, a requeued job is held; and so late a busy machine may start a step.
+AuthInfo=socket={directory}/munge.socket,cred_expire=15
+# Nodes meet at a port and by a name that follow from it: two clusters must not have the same.
+FirstJobId={first_job}
 ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -128,17 +132,31 @@ class SlurmCluster:
                     found.append((int(process.name), command, environment))
         return found
 
+    def has_ended(self, job: str) -> bool:
+        """For the number of an array: all of its jobs."""
+        states = re.findall(r"\bJobState=(\S*)", self.run("scontrol", "show", "job", job))
+        return not UNFINISHED.intersection(states)
+
     def wait_for_end(self, job: str) -> str:
         """The state in which a job ended."""
-        unfinished = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
-        wait_until(lambda: self.state(job) not in unfinished, f"the end of job {job}")
+        wait_until(lambda: self.has_ended(job), f"the end of job {job}", lambda: self.report(job))
         return self.state(job)
 
+    def report(self, job: str) -> str:
+        """What Slurm knows of a job, of its nodes, and of itself."""
+        known = [self.run("scontrol", "show", what) for what in (f"job={job}", "node", "step")]
+        logs = [path.read_text().splitlines()[-40:] for path in self.directory.glob("slurm*.log")]
+        return "\n".join([*known, *chain.from_iterable(logs)])
 
-def wait_until(happened: Callable[[], bool], what: str) -> None:
+
+def wait_until(
+    happened: Callable[[], bool], what: str, report: Callable[[], str] = lambda: ""
+) -> None:
+    """report: what is told where it does not happen."""
     deadline = time.monotonic() + PATIENCE
     while not happened():
-        assert time.monotonic() < deadline, f"{what} did not come in {PATIENCE} s"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not come in {PATIENCE} s\n{report()}")
         time.sleep(0.1)
 
 
@@ -179,6 +197,7 @@ def _write_files(directory: Path, proctrack: str) -> None:
         nodes=NODES,
         claims=CLAIMS,
         proctrack=proctrack,
+        first_job=1 + 20 * (os.getpid() % 450),
     )
     (directory / "slurm.conf").write_text(conf)
     (directory / "cgroup.conf").write_text(CGROUP_CONF)

@@ -1,10 +1,11 @@
 """A small run as a job of a cluster."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from launched_runs import ROOT, SETTINGS, VARIABLES
-from slurm_cluster import SlurmCluster
+from slurm_cluster import SlurmCluster, wait_until
 
 from lipnext_scale.data.shards import BUILTIN
 
@@ -38,6 +39,18 @@ class Job:
         """(state, exit code)."""
         state = self.cluster.wait_for_end(self.number)
         return state, self.cluster.told(self.number, "ExitCode")
+
+    def wait_until(self, happened: Callable[[], bool], what: str) -> None:
+        """That must happen while the job is there."""
+
+        def happened_or_ended() -> bool:
+            return happened() or self.cluster.has_ended(self.number)
+
+        wait_until(happened_or_ended, what, self.report)
+        assert happened(), f"the job ended before {what}\n{self.report()}"
+
+    def report(self) -> str:
+        return f"{self.said()}\n{self.cluster.report(self.number)}"
 
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""

@@ -32,7 +32,7 @@ def test_a_warning_reaches_the_ranks_of_all_nodes(cluster: SlurmCluster, tmp_pat
         log="warned",
         LIPNEXT_MAX_RESTARTS="1",
     )
-    wait_until(lambda: len(steps_told(run)) > 5, "the sixth step")
+    job.wait_until(lambda: len(steps_told(run)) > 5, "the sixth step")
     cluster.run("scancel", "--signal=USR1", job.number)
     assert job.end() == ("COMPLETED", "0:0"), job.said()
     assert cluster.told(job.number, "Restarts") == "1"
@@ -52,8 +52,8 @@ def test_a_cancelled_job_saves(cluster: SlurmCluster, tmp_path: Path) -> None:
         log="cancelled",
         LIPNEXT_PROCS_PER_NODE="1",
     )
-    wait_until(lambda: len(steps_told(run)) > 1, "the second step")
+    job.wait_until(lambda: len(steps_told(run)) > 1, "the second step")
     cluster.run("scancel", job.number)
     assert job.end()[0] == "CANCELLED", job.said()
-    wait_until(lambda: "SIGTERM at step" in job.said(), "its last word")
+    wait_until(lambda: "SIGTERM at step" in job.said(), "its last word", job.report)
     assert f"SIGTERM at step {final_state(run)['step']}: saved; " in job.said()

@@ -15,6 +15,14 @@ from slurm_jobs import Job
 from training.small import assert_same, final_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
+# In every Python of a job: where this file is there, a rank's exit code is 3.
+FAILS_ON_ITS_WAY_OUT = """
+import atexit, os
+def fail():
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.path.exists(os.environ["FAILS_AFTER"]):
+        os._exit(3)
+atexit.register(fail)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +73,7 @@ def test_a_warning_requeues_and_no_bit_is_lost(
         LIPNEXT_MAX_RESTARTS="1",  # a stop that looked like a failure would be restarted here
     )
     run = directory / "warned-3"
-    wait_until(lambda: len(steps_told(run)) > 5, "the sixth step")
+    job.wait_until(lambda: len(steps_told(run)) > 5, "the sixth step")
     cluster.run("scancel", "--signal=USR1", job.number)
     assert job.end() == ("COMPLETED", "0:0"), job.said()
     (line,) = [text for text in job.said().splitlines() if "the same command continues" in text]
@@ -80,7 +88,9 @@ def test_a_warning_requeues_and_no_bit_is_lost(
 
 
 def test_a_job_of_an_array_is_requeued_alone(cluster: SlurmCluster, directory: Path) -> None:
-    """The last one of an array has the number of the whole array."""
+    """The last one of an array has the number of the whole array. It has saved, and is requeued
+    even though its process then fails on its way out."""
+    (directory / "sitecustomize.py").write_text(FAILS_ON_ITS_WAY_OUT)
     job = Job(
         cluster,
         directory,
@@ -89,20 +99,25 @@ def test_a_job_of_an_array_is_requeued_alone(cluster: SlurmCluster, directory: P
         "optim.epochs=40",
         log="array-%a",
         flags=("--array=3,4",),
+        PYTHONPATH=str(directory),
+        FAILS_AFTER=str(directory / "array-4" / "requeue"),
         LIPNEXT_PROCS_PER_NODE="1",
     )
     runs = [directory / "array-3", directory / "array-4"]
-    wait_until(lambda: all(len(steps_told(run)) > 2 for run in runs), "the third step of both")
+    job.wait_until(lambda: all(len(steps_told(run)) > 2 for run in runs), "the third step of both")
     warned, other = f"{job.number}_4", f"{job.number}_3"
     assert cluster.told(warned, "JobId") == job.number
     cluster.run("scancel", "--signal=USR1", warned)
     assert {cluster.wait_for_end(each) for each in (warned, other)} == {"COMPLETED"}
     assert [cluster.told(each, "Restarts") for each in (warned, other)] == ["1", "0"]
+    said = (directory / "array-4.log").read_text()
+    assert said.count(": saved: requeued\n") == 1 and "exitcode  : 3" in said
     assert [final_state(run)["step"] for run in runs] == [200, 200]
 
 
 def test_a_mistake_is_told_once_and_not_tried_again(cluster: SlurmCluster, directory: Path) -> None:
-    """In the first line, by one of two nodes; no process group was made, nothing is requeued."""
+    """In the first line, by one of two nodes; no process group was made, nothing is requeued. Also
+    where sbatch is told to pass on little of the environment, which srun would imitate."""
     job = Job(
         cluster,
         directory,
@@ -110,6 +125,7 @@ def test_a_mistake_is_told_once_and_not_tried_again(cluster: SlurmCluster, direc
         f"run.dir={directory}/mistaken",
         "model.widht=64",
         log="mistaken",
+        flags=("--export=PATH,SLURM_CONF,LIPNEXT_CONFIG,LIPNEXT_PYTHON,LIPNEXT_PROCS_PER_NODE",),
         LIPNEXT_FAILURE_REQUEUES="3",
         LIPNEXT_MAX_RESTARTS="3",
     )
@@ -169,7 +185,7 @@ def test_the_failure_of_one_node_is_that_of_the_job(cluster: SlurmCluster, direc
         log="one-failed",
         LIPNEXT_PROCS_PER_NODE="1",
     )
-    wait_until(lambda: len(steps_told(run)) > 1, "the second step")
+    job.wait_until(lambda: len(steps_told(run)) > 1, "the second step")
     for process, command, environment in cluster.processes():
         if b"-m" in command and b"SLURM_NODEID=1" in environment:  # torchrun and its rank
             os.kill(process, signal.SIGKILL)
@@ -189,10 +205,10 @@ def test_a_cancelled_job_saves_and_is_not_requeued(cluster: SlurmCluster, direct
         LIPNEXT_FAILURE_REQUEUES="1",
         LIPNEXT_PROCS_PER_NODE="1",
     )
-    wait_until(lambda: len(steps_told(run)) > 1, "the second step")
+    job.wait_until(lambda: len(steps_told(run)) > 1, "the second step")
     cluster.run("scancel", job.number)
     assert job.end()[0] == "CANCELLED", job.said()
-    wait_until(lambda: "SIGTERM at step" in job.said(), "its last word")
+    wait_until(lambda: "SIGTERM at step" in job.said(), "its last word", job.report)
     assert f"SIGTERM at step {final_state(run)['step']}: saved; " in job.said()
     assert "requeued" not in job.said() and cluster.state(job.number) == "CANCELLED"
 
@@ -212,10 +228,10 @@ def test_a_preempted_job_is_requeued_and_has_not_failed(
         LIPNEXT_MAX_RESTARTS="1",
         LIPNEXT_PROCS_PER_NODE="1",
     )
-    wait_until(lambda: len(steps_told(run)) > 5, "the sixth step")
+    job.wait_until(lambda: len(steps_told(run)) > 5, "the sixth step")
     flags = ["--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null"]
     cluster.submit(*flags, "--wrap=true", cwd=directory)
-    wait_until(lambda: "requeued" in job.said(), "the end of the step")
+    job.wait_until(lambda: "requeued" in job.said(), "the end of the step")
     assert f"SIGTERM at step {final_state(run)['step']}: saved; " in job.said()
     assert "\npreempted: requeued\n" in job.said() and not (run / "failures").exists()
     assert job.end() == ("COMPLETED", "0:0"), job.said()
@@ -235,7 +251,7 @@ def test_a_job_that_is_sent_sigterm_ends(cluster: SlurmCluster, directory: Path)
         LIPNEXT_FAILURE_REQUEUES="1",
         LIPNEXT_PROCS_PER_NODE="1",
     )
-    wait_until(lambda: len(steps_told(run)) > 1, "the second step")
+    job.wait_until(lambda: len(steps_told(run)) > 1, "the second step")
     cluster.run("scancel", "--signal=TERM", job.number)
     assert job.end() == ("FAILED", "143:0"), job.said()
     assert f"SIGTERM at step {final_state(run)['step']}: saved; " in job.said()

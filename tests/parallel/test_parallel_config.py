@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from lipnext_scale.config import ConfigError, from_dict
 from lipnext_scale.models import LipNeXtConfig
-from lipnext_scale.parallel import ParallelConfig, build_engine
-from lipnext_scale.parallel.processes import Processes, choose_device
+from lipnext_scale.parallel import ParallelConfig, build_engine, processes
+from lipnext_scale.parallel.processes import Processes, choose_device, is_out_of_memory
 from lipnext_scale.plan import fake_processes
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -161,6 +161,7 @@ def test_the_launchers_environment_is_believed(monkeypatch: pytest.MonkeyPatch) 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """None at all, or too few for the processes of this node; auto then takes the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(processes, "gpu_is_there", lambda: "")
     assert choose_device("auto").type == "cpu"
     with pytest.raises(ConfigError, match="run.device = 'cuda': no GPU is visible here"):
         choose_device("cuda")
@@ -169,6 +170,32 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose_device("auto", local_rank=1) == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="this node has 2 GPUs, too few for its process 2"):
         choose_device("cuda", local_rank=2)
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of 16 GPUs would train on CPUs for days; whoever wants that can say so."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    with pytest.raises(
+        ConfigError, match=r"run.device = 'auto': there is a GPU \(\S+.*cannot use;"
+    ):
+        choose_device("auto")
+    assert choose_device("cpu").type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert choose_device("auto").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "error, is_that",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_what_is_a_lack_of_memory(error: RuntimeError, is_that: bool) -> None:
+    assert is_out_of_memory(error) == is_that
 
 
 def test_precision_and_layout_reach_the_model() -> None:
