@@ -34,13 +34,16 @@ demo: $(STAMP)
 	$(BIN)/python -m lipnext_scale.train --config configs/digits.yaml
 	$(BIN)/python -m lipnext_scale.certify --run runs/digits
 
+# A file's tests share what they start. The order is that of tests/conftest.py.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+
 # Everything: style, types, all tests.
 test: env lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m '' tests
+	$(BIN)/python -m pytest $(PARALLEL) -m '' tests
 
 # What a contributor runs all day.
 check: env lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest $(PARALLEL) tests
 
 lint: env
 	$(BIN)/ruff format --check .

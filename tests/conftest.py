@@ -11,11 +11,22 @@ from lipnext_scale.recipe import load_recipe
 from lipnext_scale.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
+LONGEST = ["launch", "faults", "parallel", "doctor"]  # directories of tests
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Two workers on two cores: more threads each would only get in each other's way."""
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start many processes come first: at the end no core waits for a long one."""
+
+    def turn(item: pytest.Item) -> int:
+        directory = item.path.parent.name
+        return LONGEST.index(directory) if directory in LONGEST else len(LONGEST)
+
+    items.sort(key=turn)  # keeps the order within a directory
 
 
 @pytest.fixture(scope="session")

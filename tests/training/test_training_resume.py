@@ -87,7 +87,7 @@ def _values(run: Path) -> list[dict]:
 @pytest.mark.slow
 def test_a_killed_process_comes_back_exactly(tmp_path: Path) -> None:
     """SIGKILL in the middle of the loop; the same command again ends as if nothing had been."""
-    settings = [*SETTINGS, "optim.epochs=200", "run.eval_every=0", "run.checkpoint_every=10"]
+    settings = [*SETTINGS, "optim.epochs=60", "run.eval_every=0", "run.checkpoint_every=10"]
     command = [sys.executable, "-m", "lipnext_scale.train", *settings]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -98,7 +98,7 @@ def test_a_killed_process_comes_back_exactly(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert final_state(killed)["step"] < 600
+    assert final_state(killed)["step"] < 180
     subprocess.run([*command, f"run.dir={killed}"], check=True, env=environment)
     assert_same(final_state(killed), final_state(straight))
 
@@ -107,7 +107,7 @@ def test_a_killed_process_comes_back_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_stops_and_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C or SIGTERM between checkpoints: saved at that step, told in a line, and continued."""
-    settings = [*SETTINGS, "optim.epochs=200", "run.eval_every=0", "run.checkpoint_every=0"]
+    settings = [*SETTINGS, "optim.epochs=60", "run.eval_every=0", "run.checkpoint_every=0"]
     command = [
         sys.executable,
         "-m",
@@ -123,10 +123,10 @@ def test_a_signal_saves_stops_and_loses_nothing(tmp_path: Path, number: signal.S
     process.send_signal(number)
     _, error = process.communicate()
     step = final_state(tmp_path / "run")["step"]
-    assert process.returncode == 128 + number and 0 < step < 600
+    assert process.returncode == 128 + number and 0 < step < 180
     assert f"{number.name} at step {step}: saved; the same command continues" in error
     subprocess.run(command, check=True, env=environment)
-    assert [r["step"] for r in _values(tmp_path / "run")] == list(range(1, 601))
+    assert [r["step"] for r in _values(tmp_path / "run")] == list(range(1, 181))
 
 
 def test_the_same_wish_again_is_one_wish(monkeypatch: pytest.MonkeyPatch) -> None:
