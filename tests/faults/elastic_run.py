@@ -35,6 +35,7 @@ SETTINGS = [
     "loss.logit_scale=8",
     "run.eval_every=0",
     "run.measure_every=0",
+    "run.summary=false",
     "run.log_every=1000",  # a full disk shall be met by checkpoints
     f"run.checkpoint_every={EVERY}",
     "run.keep_checkpoints=3",
@@ -102,7 +103,7 @@ class ElasticRun:
         while not happened():
             assert self.process.poll() is None, f"it ended before {what}:\n{self.said()[-3000:]}"
             assert time.monotonic() < deadline, f"no {what}:\n{self.said()[-3000:]}"
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def wait_for_progress(self) -> None:
         """A checkpoint that is newer than the newest now, on processes that are all there."""

@@ -30,7 +30,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 AuthType=auth/munge
 # So long, and not two minutes, a requeued job is held; and so late a busy machine may start a step.
-AuthInfo=socket={directory}/munge.socket,cred_expire=15
+AuthInfo=socket={directory}/munge.socket,cred_expire=10
 # Nodes meet at a port and by a name that follow from it: two clusters must not have the same.
 FirstJobId={first_job}
 ProctrackType=proctrack/{proctrack}
@@ -139,7 +139,8 @@ class SlurmCluster:
 
     def wait_for_end(self, job: str) -> str:
         """The state in which a job ended."""
-        wait_until(lambda: self.has_ended(job), f"the end of job {job}", lambda: self.report(job))
+        what = f"the end of job {job}"
+        wait_until(lambda: self.has_ended(job), what, lambda: self.report(job), every=0.5)
         return self.state(job)
 
     def report(self, job: str) -> str:
@@ -150,14 +151,17 @@ class SlurmCluster:
 
 
 def wait_until(
-    happened: Callable[[], bool], what: str, report: Callable[[], str] = lambda: ""
+    happened: Callable[[], bool],
+    what: str,
+    report: Callable[[], str] = lambda: "",
+    every: float = 0.1,
 ) -> None:
-    """report: what is told where it does not happen."""
+    """report: what is told where it does not happen. every: seconds between looks."""
     deadline = time.monotonic() + PATIENCE
     while not happened():
         if time.monotonic() > deadline:
             raise AssertionError(f"{what} did not come in {PATIENCE} s\n{report()}")
-        time.sleep(0.1)
+        time.sleep(every)
 
 
 @contextmanager

@@ -125,14 +125,12 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> 
 def workers(launcher: int) -> dict[int, int]:
     """rank → process id of the workers that a launcher has started, as /proc tells."""
     found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            variables = (process / "environ").read_text().split("\0")
-        except (OSError, ValueError):  # it has just ended, or is not ours to look at
-            continue
-        if parent == launcher:
-            environment = dict(text.split("=", 1) for text in variables if "=" in text)
-            if "RANK" in environment:
-                found[int(environment["RANK"])] = int(process.name)
+    for task in Path(f"/proc/{launcher}/task").glob("*"):
+        with suppress(OSError):  # it has just ended
+            for process in (task / "children").read_text().split():
+                with suppress(OSError):
+                    variables = Path(f"/proc/{process}/environ").read_text().split("\0")
+                    environment = dict(text.split("=", 1) for text in variables if "=" in text)
+                    if "RANK" in environment:
+                        found[int(environment["RANK"])] = int(process)
     return found
