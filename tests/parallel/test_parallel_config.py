@@ -1,5 +1,6 @@
 """`parallel.*`: what it refuses, and what `auto` makes of it on the processes that there are."""
 
+import os
 from typing import Any
 
 import pytest
@@ -184,6 +185,18 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(monkeypatch: pytest.Monk
     assert choose_device("cpu").type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
     assert choose_device("auto").type == "cpu"
+
+
+def test_a_host_without_the_others_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes would make groups of another backend, and all would wait."""
+    store = dist.HashStore()
+    store.set("device of 0", "cuda")
+    monkeypatch.setattr(Processes, "_store", lambda self: store)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    host = os.uname().nodename
+    with pytest.raises(ConfigError, match=f"run.device = 'cpu': cpu on {host}, cuda in the first"):
+        Processes("cpu")
 
 
 @pytest.mark.parametrize(
