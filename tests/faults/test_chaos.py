@@ -12,7 +12,7 @@ from training.small import assert_same, final_state
 pytestmark = pytest.mark.slow
 SEED = 2026
 # Of each kind so many; a fault that tears a checkpoint is one more beside its kill.
-KINDS = ["kill_rank"] * 2 + ["kill_data_worker"] * 2 + ["kill_and_tear"] * 6 + ["terminate"] * 2
+KINDS = ["kill_rank"] + ["kill_data_worker"] * 2 + ["kill_and_tear"] * 6 + ["terminate"] * 2
 FULL_DISKS = 4
 
 

@@ -9,6 +9,7 @@ from gloo import run_processes
 from poisoned import (
     ENGINES,
     THEIRS,
+    THOROUGH,
     stored,
     tensors_of,
     train,
@@ -35,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", THOROUGH)
 def test_a_skipped_step_moves_nothing_and_is_resumed_exactly(runs: Path, engine: str) -> None:
     """Step 5 leaves every tensor as it was; with a stop right behind it the end is the same."""
     whole, stopped = runs / engine / "skip", runs / engine / "skip, stopped"
@@ -52,7 +53,7 @@ def test_a_skipped_step_moves_nothing_and_is_resumed_exactly(runs: Path, engine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", THOROUGH)
 def test_a_rollback_brings_back_the_checkpoint_and_goes_on_behind_the_batch(
     runs: Path, engine: str
 ) -> None:

@@ -31,6 +31,7 @@ def test_a_warning_reaches_the_ranks_of_all_nodes(cluster: SlurmCluster, tmp_pat
         f"run.dir={run}",
         log="warned",
         LIPNEXT_MAX_RESTARTS="1",
+        LIPNEXT_PROCS_PER_NODE="1",
     )
     job.wait_until(lambda: len(steps_told(run)) > 5, "the sixth step")
     cluster.run("scancel", "--signal=USR1", job.number)

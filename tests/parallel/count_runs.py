@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median_low
 from typing import Any
+from unittest import mock
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -36,13 +37,13 @@ SETTINGS = [
 ]
 
 Counted = dict[str, Collective]
+open_once = cache(opening.open_catalog)
 
 
 def small_trainer(directory: Path, *overrides: str) -> Trainer:
     """On the ranks that there are; the shards are opened once for all trainers of a process."""
-    if not hasattr(opening.open_catalog, "cache_info"):
-        opening.open_catalog = cache(opening.open_catalog)
-    return Trainer(load_recipe(None, [*SETTINGS, f"run.dir={directory}", *overrides]))
+    with mock.patch.object(opening, "open_catalog", open_once):
+        return Trainer(load_recipe(None, [*SETTINGS, f"run.dir={directory}", *overrides]))
 
 
 def small_trainers(directory: Path, cases: list[list[str]]) -> Iterator[Trainer]:
