@@ -1,6 +1,7 @@
 """Where ZeRO cuts: against partitions that are made here number by number; what it may not cut."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from lipnext_scale.config import ConfigError
 from lipnext_scale.errors import UserError
 from lipnext_scale.models import LipNeXtConfig
-from lipnext_scale.parallel import ParallelConfig, build_engine
+from lipnext_scale.parallel import ParallelConfig, build_engine, zero
 from lipnext_scale.parallel.zero_layout import (
     ALIGNMENT,
     Slot,
@@ -148,3 +149,19 @@ def test_bf16_reaches_the_groups() -> None:
         config = ParallelConfig(engine="deepspeed", precision="bf16")
         model = build_engine(config, "cpu").place(SMALL)
     assert {group.compute_dtype for group in model.block_groups()} == {torch.bfloat16}
+
+
+def test_an_older_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for its version only: the engine reaches into what others do not have."""
+    pytest.importorskip("deepspeed")
+    zero.require_deepspeed()
+    monkeypatch.setattr(zero, "version", lambda name: "0.16.4+cu12")
+    with pytest.raises(ConfigError, match="'deepspeed': DeepSpeed 0.16.4.* is older than 0.19.8"):
+        zero.require_deepspeed()
+    monkeypatch.setattr(zero, "version", lambda name: "0.20.0")
+    zero.require_deepspeed()
+
+
+def test_the_oldest_deepspeed_is_that_of_the_package() -> None:
+    asked = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"deepspeed>={".".join(map(str, zero.OLDEST_DEEPSPEED))}"' in asked

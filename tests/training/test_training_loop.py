@@ -162,3 +162,19 @@ def test_an_update_that_overflows_stops_the_run(
     assert capsys.readouterr().err.startswith(
         "failed: step 1: the update of a matrix is not finite"
     )
+
+
+def test_a_lack_of_memory_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the step and what makes it smaller; the run can go on with that."""
+
+    def fill(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    trainer = Trainer(small_recipe(tmp_path / "run"))
+    monkeypatch.setattr(trainer, "_gradients", fill)
+    said = r"^step 1: out of memory on cpu with 400 images a process; a larger parallel\.accumulat"
+    with pytest.raises(trainer_module.RunFailed, match=said):
+        trainer.run()
+    Trainer(small_recipe(tmp_path / "run", "parallel.accumulation=2", "run.max_steps=1")).run()
