@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lipnext_scale.optim.slow_weights import SlowWeights
+from lipnext_scale.optim.slow_weights import SlowWeights, local_part
 
 
 class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
@@ -46,8 +46,20 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
             if parameter in starts:
                 state["slow"] = starts[parameter]
             if int(state["step"]) % lookahead == 0:
-                parameter.copy_(state["slow"].lerp_(parameter, 0.5))
+                fast, slow = local_part(parameter), local_part(state["slow"])
+                fast.copy_(slow.lerp_(fast, 0.5))
         return loss
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        """What torch's NAdam then updates element by element: this rank's part of everything.
+
+        On DTensors each of its dozen operations would look for a sharding strategy, which takes
+        longer than the arithmetic on biases.
+        """
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local_part, tensors)
+        return has_complex
 
     @torch.no_grad()
     def initialise_state(self) -> None:
@@ -70,4 +82,4 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
         self.require_fast_weights("synchronise()")
         for parameter, state in self.state.items():
             if "slow" in state:
-                state["slow"].copy_(parameter)
+                local_part(state["slow"]).copy_(local_part(parameter))
