@@ -1,6 +1,7 @@
 """The user's mistakes, told in one line with exit code 2; all else is a bug and has a traceback."""
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -49,6 +50,9 @@ def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
 
     @wraps(main)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        if not gc.isenabled():  # by our __init__.py
+            gc.freeze()  # what has been imported is not looked through again
+            gc.enable()
         try:
             main(*args, **kwargs)
         except UserError as error:

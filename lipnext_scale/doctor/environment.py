@@ -2,11 +2,13 @@
 
 import importlib
 import importlib.metadata
+import json
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,20 @@ FFCV_PACKAGES = "g++ libopencv-dev libturbojpeg0-dev pkg-config"
 # NCCL keeps some tens of MB for each process of a node there.
 SHARED_MEMORY = 512e6
 PATIENCE = 120  # seconds for an import on a busy machine
+# Tells which of the modules cannot be imported, in the last line of its output.
+_IMPORT_EACH = """
+import gc, importlib, json, sys
+gc.disable()
+failures = {}
+for module in sys.argv[1:]:
+    try:
+        importlib.import_module(module)
+    except BaseException as error:
+        why = f"{type(error).__name__}: {error}"
+        failures[module] = why.strip().splitlines()[-1]
+print()
+print(json.dumps(failures))
+"""
 
 
 def python() -> Finding:
@@ -126,10 +142,14 @@ def _module(name: str) -> str:
 def import_failures(modules: list[str]) -> dict[str, str]:
     """Of those that cannot be imported, why; another process tries, for one may crash.
 
-    All in one first: most of them import torch, which takes seconds.
+    One for all: most of them import torch, which takes seconds. Only where it crashes, one each.
     """
-    if not _tried("import " + ", ".join(modules)):
-        return {}
+    command = [sys.executable, "-c", _IMPORT_EACH, *modules]
+    with suppress(subprocess.TimeoutExpired):
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        if tried.returncode == 0:
+            found: dict[str, str] = json.loads(tried.stdout.splitlines()[-1])
+            return found
     failures = {module: _tried(f"import {module}") for module in modules}
     return {module: why for module, why in failures.items() if why}
 

@@ -92,6 +92,19 @@ def test_packages_that_are_missing_or_broken(tmp_path):
     assert line("gloo").startswith("ok")
 
 
+def test_packages_that_end_the_process_are_told_from_others(tmp_path, monkeypatch):
+    """One process imports all; where one of them ends it, each is tried by itself."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "broken.py").write_text("raise ImportError('first line\\nlib.so: cannot open')\n")
+    (tmp_path / "talking.py").write_text("print('welcome', end='')\n")
+    found = environment.import_failures(["yaml", "broken", "talking", "nowhere"])
+    missing = "ModuleNotFoundError: No module named 'nowhere'"
+    assert found == {"broken": "lib.so: cannot open", "nowhere": missing}
+    (tmp_path / "crashing.py").write_text("import os\nos.abort()\n")
+    found = environment.import_failures(["yaml", "crashing", "broken"])
+    assert found == {"broken": "lib.so: cannot open", "crashing": "it ended with -6"}
+
+
 @pytest.mark.slow
 def test_without_torch_the_processes_of_a_launch_say_so(tmp_path):
     """As srun starts them: the first one tells of its node, others what it cannot know."""

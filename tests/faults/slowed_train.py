@@ -3,7 +3,11 @@
 A quick machine would else be through with a small run before it has had its faults.
 """
 
+import gc
 import time
+
+if __name__ == "__main__":
+    gc.disable()  # as lipnext_scale does for its own commands, for a quicker start
 
 from lipnext_scale.data import Batch
 from lipnext_scale.train import main
