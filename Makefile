@@ -18,7 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 		|| { echo "error: $(PYTHON) is older than 3.10; say make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
 	@echo "installing into $(VENV); a minute or two"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@# On all cores, where pip has one. What some packages carry for other Pythons does not compile.
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 
 $(VENV)/.installed-ffcv: $(STAMP)

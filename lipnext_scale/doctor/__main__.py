@@ -85,7 +85,6 @@ def examine(launch: Launch, arguments: argparse.Namespace) -> list[Finding]:
     findings += look("memory", environment.memory)
     findings += look("shared memory", environment.shared_memory)
     findings += look("libjpeg-turbo", environment.jpeg)
-    findings += look("ffcv", environment.ffcv)
     recipe: Recipe | None = None
     if arguments.config is not None or arguments.overrides:
         recipe, told = _load(arguments)

@@ -86,12 +86,13 @@ def packages() -> list[Finding]:
         for name, oldest, extra in map(_parsed, requirements())
         if name != DISTRIBUTION and (not extra or extra in EXTRAS)
     ]
-    failures = import_failures([_module(name) for name, _, _, version in looked_at if version])
+    modules = [_module(name) for name, _, _, version in looked_at if version]
+    failures = import_failures([*modules, "ffcv"])
     findings: list[Finding] = []
     for name, oldest, extra, version in looked_at:
         failure = failures.get(_module(name), "")
         findings.append(_package(name, oldest, extra, version, failure))
-    return findings
+    return [*findings, ffcv(failures.get("ffcv", ""))]
 
 
 def installed(name: str) -> str:
@@ -229,9 +230,11 @@ def jpeg() -> Finding:
     return ok("libjpeg-turbo", f"decodes (simplejpeg {importlib.metadata.version('simplejpeg')})")
 
 
-def ffcv() -> Finding:
-    """Optional; compiled where it is installed, for which Debian packages must be there."""
-    failure = _tried("import ffcv")
+def ffcv(failure: str) -> Finding:
+    """Optional; compiled where it is installed, for which Debian packages must be there.
+
+    failure: of its import.
+    """
     if not failure:
         return ok("ffcv", "imports; optional")
     try:
