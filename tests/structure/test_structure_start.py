@@ -18,13 +18,20 @@ ROOT = Path(__file__).parents[2]
     [
         (["-m", "lipnext_scale.errors"], "False"),  # stands for a command that has not begun
         (["-c", "import lipnext_scale.errors"], "True"),
+        (["-m", "theirs"], "True"),
     ],
 )
-def test_importing_as_a_command_and_as_a_library(start: list[str], collects: str) -> None:
+def test_importing_as_a_command_and_as_a_library(
+    start: list[str], collects: str, tmp_path: Path
+) -> None:
+    """Also as the library of a package that is started in the same way."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("import lipnext_scale.errors\n")
+    (tmp_path / "theirs" / "__main__.py").touch()
     done = subprocess.run(
         [sys.executable, "-i", *start],
         input="import gc; print(gc.isenabled())\n",
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
         capture_output=True,
         text=True,
     )
