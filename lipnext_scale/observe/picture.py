@@ -151,7 +151,7 @@ def _test_accuracy(axes: Axes, records: Records) -> None:
     _finish(axes, "test accuracy of the slow weights", drawn=any(drawn))
     _percent(axes)
     if any(drawn):
-        axes.legend(fontsize=8, frameon=False, loc="lower right")
+        axes.legend(fontsize=8, frameon=False, loc="best")
 
 
 def _schedule(axes: Axes, records: Records) -> None:
