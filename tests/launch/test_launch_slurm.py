@@ -40,9 +40,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SlurmCluster, directory: Path) -> Path:
     run = directory / "undisturbed"
-    job = Job(
-        cluster, directory, "launch/imagenet_2b.slurm", f"run.dir={run}", "run.seed=3", log="first"
-    )
+    settings = [f"run.dir={run}", "run.seed=3", "run.measure_every=1000"]  # the last: as by default
+    job = Job(cluster, directory, "launch/imagenet_2b.slurm", *settings, log="first")
     assert job.end() == ("COMPLETED", "0:0"), job.said()
     # Four processes on two nodes, and a copy of the model on each: HSDP.
     assert " on 4 × cpu (fsdp 2 × 2, bank layout, fp32), 60 steps" in job.said()

@@ -59,15 +59,17 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def start_all(
     launcher: list[str], runs: dict[str, list[str]], directory: Path, expected: list[float]
 ) -> None:
-    """Runs by name in `FILES`: each says its engine once, and has the losses of one process."""
-    file = directory / "runs.json"
-    arguments = [[*SETTINGS, *few(directory / name), *words] for name, words in runs.items()]
+    """Runs by name in `FILES`: each says its engine once, and has the losses of one process; its
+    third step is measured, as by default."""
+    file, common = directory / "runs.json", [*SETTINGS, "run.measure_every=1000"]
+    arguments = [[*common, *few(directory / name), *words] for name, words in runs.items()]
     file.write_text(json.dumps(arguments))
     done = train([*launcher, str(file)], settings=[])
     assert done.returncode == 0, done.stderr
     for name, line in zip(runs, introductions(done.stdout), strict=True):
         assert f" on {FILES[name]}, 120 steps" in line
         assert losses(directory / name) == pytest.approx(expected, abs=1e-5)
+        assert "traffic/" in (directory / name / "metrics.jsonl").read_text()
 
 
 @needs("deepspeed")

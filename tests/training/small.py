@@ -15,9 +15,9 @@ from lipnext_scale.checkpoint import (
 from lipnext_scale.recipe import Recipe, load_recipe
 
 SETTINGS = [
-    "data.train=builtin:digits/test-*.tar.gz",
+    "data.train=builtin:digits/train-*.tar.gz",
     "data.test=builtin:digits/test-*.tar.gz",
-    "data.batch_size=120",
+    "data.batch_size=400",
     "data.augment.crop_padding=1",
     "data.augment.flip=true",
     "model.depth=2",

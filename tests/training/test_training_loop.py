@@ -174,7 +174,7 @@ def test_a_lack_of_memory_is_told_in_a_line(
 
     trainer = Trainer(small_recipe(tmp_path / "run"))
     monkeypatch.setattr(trainer, "_gradients", fill)
-    said = r"^step 1: out of memory on cpu with 120 images a process; a larger parallel\.accumulat"
+    said = r"^step 1: out of memory on cpu with 400 images a process; a larger parallel\.accumulat"
     with pytest.raises(trainer_module.RunFailed, match=said):
         trainer.run()
     Trainer(small_recipe(tmp_path / "run", "parallel.accumulation=2", "run.max_steps=1")).run()
