@@ -54,10 +54,10 @@ def made_by_workers(
     # At the exit of ours, multiprocessing asks its children to end by a signal that workers leave
     # to their rank, and waits for them: so they are ended before, where an error kept the iterator.
     Finalize(made, _end, args=(processes,), exitpriority=1)
-    return _while_all_live(made, processes)
+    return _waiting_for_workers(made, processes)
 
 
-def _while_all_live(made: Iterator[Made], processes: list[BaseProcess]) -> Iterator[Made]:
+def _waiting_for_workers(made: Iterator[Made], processes: list[BaseProcess]) -> Iterator[Made]:
     """torch raises where a worker's end reaches us as a signal. Where that happens in a finalizer
     Python drops the error, and those that are left would go on with ever less to do."""
     for item in made:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from itertools import islice
@@ -16,7 +17,7 @@ from shared_memory import mapped_names
 from lipnext_scale.data import StreamLoader
 from lipnext_scale.data.batches import BatchMaker, MadeBatch
 from lipnext_scale.data.buffers import HANDED_OUT, BatchBuffers
-from lipnext_scale.data.workers import made_by_workers
+from lipnext_scale.data.workers import lost_a_worker, made_by_workers
 
 WORKERS, PREFETCH = 2, 2
 UNDER_WAY = WORKERS * PREFETCH
@@ -124,6 +125,21 @@ def test_workers_that_wait_for_their_turn_end_at_once(shards, new_children):
     assert time.monotonic() - began < 4
     assert len(workers) == WORKERS and not any(worker.is_alive() for worker in workers)
     opened.join()
+
+
+def test_one_that_dies_is_noticed_where_torchs_error_is_lost(shards, new_children):
+    """Killed while it waits for its turn, it owes no batch: the other could go on without it."""
+    maker = GatedMaker(shards, gated=-1)
+    batches = iter(StreamLoader(maker, WORKERS, PREFETCH))
+    next(batches)
+    assert maker.begun(at_least=UNDER_WAY) == UNDER_WAY
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as where torch raises in a finalizer
+    victim = new_children()[0]
+    victim.kill()
+    victim.join()
+    with pytest.raises(RuntimeError) as ended:
+        next(islice(batches, 2 * UNDER_WAY, None))
+    assert lost_a_worker(ended.value) and str(victim.pid) in str(ended.value)
 
 
 def test_shared_memory_has_no_name_that_could_stay(shards, new_children):
