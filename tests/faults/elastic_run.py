@@ -17,7 +17,7 @@ from small_disk import fill
 from lipnext_scale.checkpoint.directory import complete_checkpoints
 
 # A fault costs some ten steps, until a checkpoint is seen and all ranks are found.
-RANKS, STEPS, EVERY = 4, 300, 5
+RANKS, STEPS, EVERY = 4, 200, 5
 SETTINGS = [
     "data.train=builtin:digits/test-*.tar.gz",
     "data.test=builtin:digits/test-*.tar.gz",
@@ -137,15 +137,17 @@ class Chaos:
         self._restart(f"data worker of rank {rank}", lambda: os.kill(worker, signal.SIGKILL))
 
     def kill_and_tear(self) -> None:
-        """Two faults: while the run is down its newest checkpoint is damaged."""
+        """Three faults: while the run is down its two newest checkpoints are damaged."""
+        directory = self.run.directory / "checkpoints"
+        self.run.wait_for(lambda: len(complete_checkpoints(directory)) >= 3, "third checkpoint")
         self.kill_rank()
-        there = complete_checkpoints(self.run.directory / "checkpoints")
-        path = there[max(there)]
-        how = self.random.choice(["cut short", "flipped", "removed"])
-        file = self.random.choice(sorted(path.iterdir()))
-        tear(file, how)
-        self.note(f"{path.name}/{file.name} {how}")
-        self.expected[-1] = sorted(there)[-2]
+        there = sorted(complete_checkpoints(directory).items())
+        for _, path in there[-2:]:
+            how = self.random.choice(["cut short", "flipped", "removed"])
+            file = self.random.choice(sorted(path.iterdir()))
+            tear(file, how)
+            self.note(f"{path.name}/{file.name} {how}")
+        self.expected[-1] = there[-3][0]
 
     def terminate(self) -> None:
         """SIGTERM to the launcher, and the same command again."""
