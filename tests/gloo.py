@@ -7,6 +7,7 @@ def work(rank, world_size, x):          # module level, so that it can be pickle
 results = run_processes(4, work, x)     # results[rank]
 """
 
+import gc
 import multiprocessing
 import pickle
 import tempfile
@@ -28,6 +29,7 @@ _CONTEXT.set_forkserver_preload(
         "torch",
         "torch.distributed.fsdp",
         "torch._dynamo",
+        "deepspeed",  # where it is installed
         "torch._inductor.compile_fx",  # which every start of DeepSpeed would import, in 1.3 s
         "pytest",
         "lipnext_scale.trainer",
@@ -73,6 +75,7 @@ def _entry(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # as commands do: DeepSpeed looks for garbage, even where that is switched off
     try:
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world_size)
         _send(end, "result", function(rank, world_size, *arguments))
