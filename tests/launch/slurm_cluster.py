@@ -187,7 +187,7 @@ def slurm_cluster(proctrack: str = "linuxproc") -> Iterator[SlurmCluster]:
                 preexec_fn=_end_with_parent,
             )
             stack.callback(_end, daemon)
-        _wait_until_idle(cluster)
+        _wait_until_ready(cluster)
         yield cluster
 
 
@@ -235,14 +235,19 @@ def _free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def _wait_until_idle(cluster: SlurmCluster) -> None:
-    def idle() -> bool:
+def _wait_until_ready(cluster: SlurmCluster) -> None:
+    """Idle is not all: the first job of a cluster was once refused its GPUs, so a step gets them
+    before that."""
+
+    def ready() -> bool:
         with suppress(AssertionError):  # slurmctld does not answer yet
             states = cluster.run("sinfo", "--noheader", "-N", "-o", "%T").split()
-            return set(states) == {"idle"}
+            if set(states) == {"idle"}:
+                cluster.run("srun", "--nodes=2", "--gpus-per-node=8", "true")
+                return True
         return False
 
-    wait_until(idle, "an idle cluster")
+    wait_until(ready, "a cluster that runs steps")
 
 
 def _end_with_parent() -> None:
