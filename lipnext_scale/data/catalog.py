@@ -91,8 +91,10 @@ class Catalog:
     @property
     def class_names(self) -> set[tuple[str, ...]]:
         """As the indexes have them; numbers that say nothing but the label are no names."""
-        told = {shard.classes for shard in self.shards}
-        return {names for names in told if any(str(i) != name for i, name in enumerate(names))}
+        told = {id(shard.classes): shard.classes for shard in self.shards}  # few, and long
+        return {
+            names for names in told.values() if any(str(i) != name for i, name in enumerate(names))
+        }
 
     @property
     def index_stamps(self) -> set[str]:

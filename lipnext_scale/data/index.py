@@ -52,8 +52,8 @@ class Record(NamedTuple):
 
 
 KINDS = {"jpeg": 1, "png": 2, "raw": 3}  # raw: uint8 pixels [height, width, channels]
-# As they are written; in a name that looks like them every " has a backslash before it.
-_COUNTS = re.compile(rb'"class_counts": \{[^{}]*\}')
+# As it is written; in a name that looks like it every " has a backslash before it.
+_COUNTS = b'"class_counts": {'
 _NUMBERED = re.compile(r"^(?P<name>.+)-\d+\.tar$")
 
 
@@ -129,7 +129,7 @@ def read_index(path: Path, counts: bool = True) -> SetIndex:
     """
     try:
         content = path.read_bytes()
-        values = json.loads(content if counts else _COUNTS.sub(b'"class_counts": {}', content))
+        values = json.loads(content if counts else _without_counts(content))
         values["shards"] = [ShardEntry(**shard) for shard in values["shards"]]
         index = SetIndex(**values)
         sound = all(_is_sound(shard) for shard in index.shards) and (
@@ -146,6 +146,12 @@ def read_index(path: Path, counts: bool = True) -> SetIndex:
     if index.format != FORMAT:
         raise UserError(f"{path}: has the format {index.format!r}; this version reads {FORMAT!r}")
     return index
+
+
+def _without_counts(content: bytes) -> bytes:
+    """Each class_counts is empty. A regular expression took a third of a second for 25 MB."""
+    before, *others = content.split(_COUNTS)
+    return _COUNTS.join([before, *(other[other.index(b"}") :] for other in others)])
 
 
 def _is_sound(shard: ShardEntry) -> bool:
