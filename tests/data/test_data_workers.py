@@ -133,12 +133,15 @@ def test_one_that_dies_is_noticed_where_torchs_error_is_lost(shards, new_childre
     batches = iter(StreamLoader(maker, WORKERS, PREFETCH))
     next(batches)
     assert maker.begun(at_least=UNDER_WAY) == UNDER_WAY
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as where torch raises in a finalizer
-    victim = new_children()[0]
-    victim.kill()
-    victim.join()
-    with pytest.raises(RuntimeError) as ended:
-        next(islice(batches, 2 * UNDER_WAY, None))
+    torchs = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as where it raises in a finalizer
+    try:
+        victim = new_children()[0]
+        victim.kill()
+        victim.join()
+        with pytest.raises(RuntimeError) as ended:
+            next(islice(batches, 2 * UNDER_WAY, None))
+    finally:
+        signal.signal(signal.SIGCHLD, torchs)
     assert lost_a_worker(ended.value) and str(victim.pid) in str(ended.value)
 
 
