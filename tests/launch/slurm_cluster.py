@@ -239,15 +239,19 @@ def _wait_until_ready(cluster: SlurmCluster) -> None:
     """Idle is not all: the first job of a cluster was once refused its GPUs, so a step gets them
     before that."""
 
+    refusals: list[str] = []
+
     def ready() -> bool:
-        with suppress(AssertionError):  # slurmctld does not answer yet
+        try:
             states = cluster.run("sinfo", "--noheader", "-N", "-o", "%T").split()
             if set(states) == {"idle"}:
                 cluster.run("srun", "--nodes=2", "--gpus-per-node=8", "true")
                 return True
+        except AssertionError as refused:  # slurmctld does not answer yet
+            refusals.append(str(refused))
         return False
 
-    wait_until(ready, "a cluster that runs steps")
+    wait_until(ready, "a cluster that runs steps", lambda: "\n".join(refusals[-3:]))
 
 
 def _end_with_parent() -> None:
