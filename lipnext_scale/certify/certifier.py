@@ -32,6 +32,7 @@ class Certifier:
         self.model = model.eval()
         self.assumed = lipschitz is not None
         self._known = guarantee(model, blocks or measure_blocks(model), lipschitz)
+        self._weights = weights_seen(model)
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "Certifier":
@@ -51,13 +52,16 @@ class Certifier:
         """How far computed features can be from exact ones, for the images furthest from grey."""
         config = self.model.config
         corner = torch.tensor(config.in_channels * config.image_size**2 / 4.0).sqrt()
-        return self._known.rounding.at(corner.double()).item()
+        return self._known.rounding.error.at(corner.double()).item()
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(labels, radii) of NCHW images, floating point in [0, 1] or uint8; radii are float64.
 
         No image within a label's radius, in the l2 norm of pixels in [0, 1], has another label.
         """
+        require_certifiable(self.model)
+        if weights_seen(self.model) != self._weights:
+            raise ValueError("the weights have changed since K was computed: make a new Certifier")
         device = self.model.head.weight.device
         if isinstance(images, Tensor) and images.dtype == torch.uint8:
             images = images.to(device, self.dtype) / 255
@@ -86,9 +90,38 @@ def _as_the_model_takes_them(images: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def require_certifiable(model: LipNeXt) -> None:
-    """A bfloat16 forward pass is another function than the one that K speaks of."""
+    """A forward pass in bfloat16 or TF32 is another function than the one that K speaks of."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
+    dtypes |= {group.compute_dtype for group in model.block_groups() if group.compute_dtype}
     if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
-        raise ValueError(f"a certificate needs float32 or float64 weights, not {dtypes}")
-    if model.head.weight.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        raise ValueError("a certificate needs full float32 products: TF32 is switched on")
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise ValueError(
+            f"a certificate needs weights and a forward pass in float32 or in float64, not {names}"
+        )
+    if dtypes == {torch.float32}:
+        precision = product_precision(model.head.weight.device.type)
+        if precision not in ("ieee", "none", "highest"):
+            raise ValueError(
+                f"a certificate needs full float32 products, and torch is set to {precision}: "
+                'torch.set_float32_matmul_precision("highest"), or model.double()'
+            )
+
+
+def product_precision(device_type: str) -> str:
+    """What torch makes of float32 operands, asked for in the new way and, before 2.9, in the old.
+
+    The new one knows what was set in the old way; the old one raises after the new was used.
+    """
+    backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+    new = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    return new if new is not None else torch.get_float32_matmul_precision()
+
+
+def weights_seen(model: LipNeXt) -> list[tuple[int, int]]:
+    """Changes when weights do: torch's count of writes, which `.data` evades, and a sum of bits."""
+    found = []
+    for parameter in model.parameters():
+        bits = torch.int64 if parameter.dtype == torch.float64 else torch.int32
+        total = parameter.detach().view(bits).sum(dtype=torch.int64)
+        found.append((0 if parameter.is_inference() else parameter._version, int(total)))
+    return found

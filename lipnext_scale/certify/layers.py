@@ -26,6 +26,8 @@ class BlockFacts:
     weight: float  # ‖W‖₂
     rotation_frobenius: float
     weight_frobenius: float
+    weight_rounding: float  # ‖W as computed - M·Rᵀ‖_F; 0 where W is stored
+    weight_largest: float  # of the numbers met in computing W
     bias: float
     pos: float
 
@@ -35,17 +37,16 @@ def measure_blocks(model: LipNeXt, part: int = 0, parts: int = 1) -> dict[int, B
     """The facts of every `parts`-th block from `part` on: several processes share the work."""
     require_finite(model)
     found = {}
-    with torch.autocast(model.head.weight.device.type, enabled=False):
-        for group in model.block_groups():
-            matrices = matrix_list(group.orthogonal_weights())
-            for index in range(group.count):
-                if (group.first + index) % parts != part:
-                    continue
-                rotation, second = matrices[2 * index], matrices[2 * index + 1]
-                pos = None if group.pos is None else group.pos[index]
-                is_product = group.spec.parametrisation == "product"
-                facts = block_facts(rotation, second, group.bias[index], pos, is_product)
-                found[group.first + index] = facts
+    for group in model.block_groups():
+        matrices = matrix_list(group.orthogonal_weights())
+        for index in range(group.count):
+            if (group.first + index) % parts != part:
+                continue
+            rotation, second = matrices[2 * index], matrices[2 * index + 1]
+            pos = None if group.pos is None else group.pos[index]
+            is_product = group.spec.parametrisation == "product"
+            facts = block_facts(rotation, second, group.bias[index], pos, is_product)
+            found[group.first + index] = facts
     return found
 
 
@@ -54,23 +55,42 @@ def block_facts(
 ) -> BlockFacts:
     """second: M of the product form, W = M·Rᵀ, or W itself.
 
-    W is taken as the forward pass computes it, so that the rounding of M·Rᵀ is inside the bound. In
-    float64 what another machine may make of the product is added too: |fl(MRᵀ) - MRᵀ| ≤ γ·|M||Rᵀ|,
-    twice. (In float32 that would be far from tight; the certificate then is of this machine.)
+    Every forward pass multiplies M·Rᵀ, and every machine in its own order. So W means the exact
+    product, ‖W‖ ≤ ‖M‖·‖R‖, and how far a computed one can be from it counts as rounding.
     """
-    weight = second @ rotation.mT if is_product else second
-    slack = 0.0
-    if is_product and weight.dtype == torch.float64:
-        both = frobenius_above(second) * frobenius_above(rotation)
-        slack = 2 * gamma(weight.shape[-1]) * both
+    r, r_frobenius = spectral_norm_bound(rotation), frobenius_above(rotation.double())
+    weight, frobenius = spectral_norm_bound(second), frobenius_above(second.double())
+    rounding = largest = 0.0
+    if is_product:
+        width = rotation.shape[-1]
+        share, beside = product_loss(width, width**2, frobenius, rotation.dtype)
+        rounding, largest = above(share * r_frobenius + beside), above(frobenius * r_frobenius)
+        weight, frobenius = above(weight * r), above(weight * r_frobenius)
     return BlockFacts(
-        rotation=spectral_norm_bound(rotation),
-        weight=above(spectral_norm_bound(weight) + slack),
-        rotation_frobenius=frobenius_above(rotation.double()),
-        weight_frobenius=above(frobenius_above(weight.double()) + slack),
+        rotation=r,
+        weight=weight,
+        rotation_frobenius=r_frobenius,
+        weight_frobenius=frobenius,
+        weight_rounding=rounding,
+        weight_largest=largest,
         bias=_norm_above(bias),
         pos=0.0 if pos is None else _norm_above(pos),
     )
+
+
+def product_loss(
+    terms: int, numbers: int, frobenius: float, dtype: torch.dtype
+) -> tuple[float, float]:
+    """‖fl(A·X) - A·X‖_F ≤ share·‖X‖_F + beside, for A [n, n] of this norm and X of so many numbers.
+
+    |fl(A·X) - A·X| ≤ γ_n·|A||X| entry by entry, whatever the order of the sums. Beside it, what
+    lies below the smallest normal number may be lost: of products and sums (4n of them, which
+    leaves room for γ), of the entries of A, of those of X.
+    """
+    info = torch.finfo(dtype)
+    tiny = info.smallest_normal
+    share = gamma(terms, info.eps / 2) * frobenius + terms * tiny
+    return share, (4 * terms + frobenius) * math.sqrt(numbers) * tiny
 
 
 def _norm_above(vector: Tensor) -> float:

@@ -14,6 +14,7 @@ MAX_ITERATIONS = 7
 GOOD_ENOUGH = 1e-6
 
 
+@torch.no_grad()
 def spectral_norm_bound(matrix: Tensor) -> float:
     """An upper bound of ‖X‖₂ for one matrix near O(d): √(1 + ‖XᵀX - I‖₂), bounded from above."""
     x = matrix.detach().double()
@@ -39,7 +40,11 @@ def gram_bound(matrix: Tensor) -> float:
         norm = torch.linalg.matrix_norm(current).item()
         # ‖·‖_F ≤ √d·‖·‖₂, and each iteration has taken a root of that factor.
         least = matrix.shape[-1] ** (-(0.5 ** (iteration + 1)))
-        if norm == 0 or _unwind(current, scales) * (1 - least) < GOOD_ENOUGH:
+        if (
+            norm == 0
+            or not math.isfinite(norm)
+            or _unwind(current, scales) * (1 - least) < GOOD_ENOUGH
+        ):
             break
         scales.append(norm)
         scaled = current / norm
@@ -64,8 +69,11 @@ def gamma(terms: int, unit: float = UNIT_ROUNDOFF) -> float:
 
 
 def frobenius_above(matrix: Tensor) -> float:
-    """‖M‖_F, raised by what summing all its squares in any order can have lost."""
-    return torch.linalg.matrix_norm(matrix).item() * (1 + gamma(matrix.numel() + 8))
+    """‖M‖_F, raised by what its sum of squares, in any order, can have lost."""
+    if not matrix.any():
+        return 0.0
+    norm = torch.linalg.matrix_norm(matrix).item() * (1 + gamma(matrix.numel() + 8))
+    return norm + math.sqrt(2 * matrix.numel() * torch.finfo(matrix.dtype).smallest_normal)
 
 
 def above(value: float) -> float:

@@ -3,17 +3,19 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lipnext_scale.certify.layers import BlockFacts, network_bound
 from lipnext_scale.certify.lipschitz import gamma
-from lipnext_scale.certify.rounding import Affine, feature_rounding
+from lipnext_scale.certify.rounding import FeatureRounding, feature_rounding
+from lipnext_scale.errors import UserError
 from lipnext_scale.losses import class_distances
 from lipnext_scale.models import LipNeXt
 
 # The largest radius that is given. No two images are as far apart, and rounding grows with it.
 FURTHEST = 1e4
+# Norms of head rows that normalise without overflow, underflow or F.normalize's smallest divisor.
+ROW_NORMS = (1e-9, 1e18)
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Guarantee:
     """What all images of a model have in common: K, the rounding of features, ‖w_i - w_j‖."""
 
     lipschitz: float
-    rounding: Affine
+    rounding: FeatureRounding
     distances: Tensor
 
 
@@ -39,15 +41,24 @@ def guarantee(
 
 @torch.no_grad()
 def head_distances(model: LipNeXt) -> Tensor:
-    """Upper bounds of ‖w_i - w_j‖ of the normalised head rows, in float64; 0 for equal rows."""
-    weight = model.head.normalized_weight().double()
-    distances = torch.stack([(weight - row).norm(dim=-1) for row in weight])
-    return distances * (1 + gamma(weight.shape[1] + 8))
+    """Upper bounds of ‖w_i - w_j‖ of the exactly normalised head rows, in float64."""
+    weight = model.head.weight.double()
+    norms = weight.norm(dim=1, keepdim=True)
+    for row, norm in enumerate(norms.flatten().tolist()):
+        if norm and not ROW_NORMS[0] <= norm <= ROW_NORMS[1]:
+            raise UserError(
+                f"head.weight: row {row} has norm {norm:g}: must be 0 or "
+                f"{ROW_NORMS[0]:g} to {ROW_NORMS[1]:g}, or normalising it loses digits"
+            )
+    unit_rows = weight / norms.clamp_min(ROW_NORMS[0])
+    distances = torch.stack([(unit_rows - row).norm(dim=-1) for row in unit_rows])
+    slack = gamma(weight.shape[1] + 8)
+    return distances * (1 + slack) + 4 * slack
 
 
 @torch.no_grad()
 def certified_margins(model: LipNeXt, images: Tensor, known: Guarantee) -> tuple[Tensor, Tensor]:
-    """(predicted labels, radii) of NCHW images in [0, 1].
+    """(predicted labels, radii) of NCHW images in [0, 1], as `model(images)` computes them.
 
     With m_j the computed margin over class j, d_j = ‖w_top - w_j‖, E the rounding of features and
     h that of the head, an exact margin is at least m_j - d_j·E - h. At a distance r it is lower by
@@ -56,26 +67,32 @@ def certified_margins(model: LipNeXt, images: Tensor, known: Guarantee) -> tuple
 
         r = min_{j≠top} (m_j - h - h')/(K·d_j) - (E + E')/K,
 
-    and all errors are taken where they are largest, at the end of that distance without them.
+    and all errors are taken where they are largest, at the end of that distance without them. Where
+    a number might overflow there, nothing is certified.
     """
     with torch.autocast(images.device.type, enabled=False):
-        features = model.features(images).double()
-    weight, bias = model.head.normalized_weight().double(), model.head.bias.double()
-    logits = F.linear(features, weight, bias)
+        features = model.features(images)
+        logits = model.head(features)[0].double()
     top = logits.argmax(1, keepdim=True)
     margins, distances = logits.gather(1, top) - logits, known.lipschitz * known.distances
 
+    info, bias = torch.finfo(features.dtype), model.head.bias.double().abs().max()
+    unit, width = info.eps / 2, features.shape[1]
     without = _smallest_ratio(margins, distances, top).clamp(max=FURTHEST)
-    norms = (images.double() - 0.5).flatten(1).norm(dim=1) * (1 + 1e-9) + without
-    rounding = known.rounding.at(norms)
-    sizes = features.norm(dim=1) + known.lipschitz * without + 2 * rounding
+    # A pixel p/255 is rounded before it is seen here.
+    given = images.double().flatten(1)
+    norms = (given - 0.5).norm(dim=1) + 2 * unit * given.norm(dim=1)
+    norms = norms * (1 + 1e-9) + without
+    rounding = known.rounding.error.at(norms)
+    sizes = features.double().norm(dim=1) + known.lipschitz * without + 2 * rounding + bias
     # |fl(w·f + b) - (w·f + b)| ≤ γ_{C+1}·(‖w‖‖f‖ + |b|) for each of two logits, and rows that are
     # normalised to γ_{C+4}: 8·γ is more than both, and there are two places.
-    head = 16 * gamma(features.shape[1] + 8) * (sizes + bias.abs().max())
+    head = 16 * (gamma(width + 8, unit) * sizes + width * info.smallest_normal)
     radii = _smallest_ratio(margins - head[:, None], distances, top)
     radii = (radii - 2 * rounding / known.lipschitz).clamp(min=0, max=FURTHEST)
+    unbounded = known.rounding.overflows(norms) | ~(sizes <= info.max / 4)
     # The last few operations round too.
-    return top.squeeze(1), radii * (1 - 1e-14)
+    return top.squeeze(1), torch.where(unbounded, 0.0, radii * (1 - 1e-14))
 
 
 def _smallest_ratio(margins: Tensor, distances: Tensor, top: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """Certified radii: the formula, its edge cases, and the figures made of it."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from lipnext_scale.certify import Certifier, SampleResults, certified_radii
 from lipnext_scale.certify.radius import FURTHEST
 from lipnext_scale.certify.results import wilson_interval
+from lipnext_scale.errors import UserError
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 
 
@@ -101,6 +105,77 @@ def test_bfloat16_is_not_certified() -> None:
     assert torch.equal(under_autocast[0], labels) and torch.equal(under_autocast[1], radii)
     with pytest.raises(ValueError, match="bfloat16"):
         certified_radii(model.bfloat16(), images.bfloat16(), lipschitz=1.0)
+
+
+def test_a_forward_pass_in_bfloat16_is_refused_when_made_and_when_called() -> None:
+    """Float64 weights that a group casts: their rounding is 1e-2, not 1e-12."""
+    model, images = small_model(), torch.rand(2, 1, 8, 8).double()
+    certifier = Certifier(model)
+    model.groups[0].compute_dtype = torch.bfloat16
+    for attempt in (lambda: Certifier(model), lambda: certifier(images)):
+        with pytest.raises(ValueError, match="bfloat16"):
+            attempt()
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_weights_that_change_after_k_was_computed_are_noticed(through_data: bool) -> None:
+    """K, rounding and head would be those of the old weights; `.data` evades torch's own count."""
+    model, images = small_model(), torch.rand(2, 1, 8, 8).double()
+    certifier = Certifier(model)
+    certifier(images)
+    with torch.no_grad():
+        bank = model.groups[0].bank
+        (bank.data if through_data else bank)[1].mul_(2)
+    with pytest.raises(ValueError, match="have changed"):
+        certifier(images)
+    Certifier(model)(images)
+
+
+REDUCED = [
+    "torch.set_float32_matmul_precision('medium')",
+    "torch.set_float32_matmul_precision('high')",
+    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+    "torch.backends.fp32_precision = 'tf32'",
+]
+
+
+def test_reduced_products_are_refused_however_they_were_asked_for() -> None:
+    """For float32; float64 has no such products. A process each: torch forgets nothing."""
+    program = """
+import sys, torch
+from lipnext_scale.certify import Certifier
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+for line in sys.argv[1:]:
+    if __import__("os").fork() == 0:
+        exec(line)
+        model = LipNeXt(LipNeXtConfig(1, 16, 8, 2, 1, 5), seed=0)
+        Certifier(model.double())
+        try:
+            Certifier(model.float())
+            print("taken", flush=True)
+        except ValueError as error:
+            print(error, flush=True)
+        __import__("os")._exit(0)
+    __import__("os").wait()
+"""
+    lines = ["pass", "torch.backends.cuda.matmul.fp32_precision = 'tf32'", *REDUCED]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *lines], capture_output=True, text=True, check=True
+    )
+    plain, of_gpus, *refused = done.stdout.splitlines()
+    assert plain == of_gpus == "taken", done.stdout  # this is a CPU
+    assert len(refused) == len(REDUCED)
+    assert all("full float32 products" in line for line in refused), refused
+
+
+def test_head_rows_that_cannot_be_normalised_are_refused() -> None:
+    """In float32 the square of 1e30 is infinite; below 1e-12 F.normalize does not normalise."""
+    for norm in (1e30, 1e-20):
+        model = small_model().float()
+        with torch.no_grad():
+            model.head.weight[3] = norm
+        with pytest.raises(UserError, match=r"head.weight: row 3 has norm"):
+            Certifier(model)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,21 @@
-"""Computed features are as near to the exact ones as the bound says, in every arithmetic."""
+"""Computed features are as near to the exact ones as the bound says, in every arithmetic.
+
+test_certify_fuzz.py tries many networks. Here are those that once broke a certificate.
+"""
 
 import mpmath
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from exact_network import decimals, exact_features, exact_logits, extended, needs_extended
+from test_certify_fuzz import align, norm, null_space, steep
 
-from lipnext_scale.certify import Certifier
+from lipnext_scale.certify import Certifier, lipschitz_bound
 from lipnext_scale.certify.layers import measure_blocks
-from lipnext_scale.certify.rounding import Affine, feature_rounding
+from lipnext_scale.certify.rounding import FeatureRounding, feature_rounding
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
+
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
 def trained_like(config: LipNeXtConfig, seed: int) -> LipNeXt:
@@ -23,112 +29,158 @@ def trained_like(config: LipNeXtConfig, seed: int) -> LipNeXt:
     return model
 
 
-def bound_of(model: LipNeXt) -> Affine:
+def rounding_of(model: LipNeXt) -> FeatureRounding:
     blocks = measure_blocks(model)
     dtype = model.head.weight.dtype
     return feature_rounding([blocks[i] for i in range(len(blocks))], model.config, dtype)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    depth=st.integers(1, 6),
-    width=st.integers(12, 48),
-    seed=st.integers(0, 2**31),
-    scale=st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 10.0]),
-    parametrisation=st.sampled_from(["product", "merged"]),
-)
-def test_single_precision_is_within_its_bound(depth, width, seed, scale, parametrisation) -> None:
-    """float32 against float64, whose own error is nine digits further down."""
-    config = LipNeXtConfig(depth, width, 8, 2, 3, 5, parametrisation=parametrisation)
-    model = trained_like(config, seed)
-    generator = torch.Generator().manual_seed(seed)
-    images = 0.5 + scale * torch.randn(4, 3, 8, 8, generator=generator)
-    bound = bound_of(model).at((images.double() - 0.5).flatten(1).norm(dim=1))
-    with torch.no_grad():
-        single = model.features(images).double()
-        # The certified function has W as the forward pass computes it.
-        matrices = [matrix for group in model.block_groups() for matrix in group.layers()]
-        exact = LipNeXt(LipNeXtConfig(depth, width, 8, 2, 3, 5, parametrisation="merged")).double()
-        for target, source in zip(exact.block_groups(), model.block_groups(), strict=True):
-            for index, (rotation, weight) in enumerate(matrices):
-                target.bank[2 * index], target.bank[2 * index + 1] = rotation, weight
-            target.bias.copy_(source.bias)
-            target.pos.copy_(source.pos)
-        error = (single - exact.features(images.double())).norm(dim=1)
-    assert (error <= bound).all()
+def bound_at(model: LipNeXt, images: torch.Tensor) -> np.ndarray:
+    return rounding_of(model).error.at((images.double() - 0.5).flatten(1).norm(dim=1)).numpy()
 
 
-def features_with_digits(model: LipNeXt, image: torch.Tensor) -> list[mpmath.mpf]:
-    """The network on one image in 60 decimal digits, written out."""
-    config, side = model.config, model.config.image_size // model.config.patch_size
-    (group,) = model.block_groups()
-    patch, width = config.patch_size, config.width
-    state = {}
-    for row in range(side):
-        for column in range(side):
-            pixels = [
-                mpmath.mpf(image[c, row * patch + i, column * patch + j].item()) - mpmath.mpf("0.5")
-                for c in range(config.in_channels)
-                for i in range(patch)
-                for j in range(patch)
-            ]
-            state[row, column] = pixels + [mpmath.mpf(0)] * (width - len(pixels))
-    count = int(width * config.beta)
-    for index, (rotation, weight) in enumerate(group.layers()):
-        # shift_ratio is 0 in this test: a shift moves numbers and rounds nothing.
-        for place, vector in state.items():
-            pos = mpmath.mpf(group.pos[index][place].item())
-            mixed = times(rotation, [value + pos for value in vector])
-            biases = group.bias[index].tolist()
-            out = [
-                value + mpmath.mpf(b) for value, b in zip(times(weight, mixed), biases, strict=True)
-            ]
-            state[place] = [abs(v) if i < count else v for i, v in enumerate(out)]
-    return [mpmath.sqrt(sum(v[c] ** 2 for v in state.values())) for c in range(width)]
-
-
-def times(matrix: torch.Tensor, vector: list[mpmath.mpf]) -> list[mpmath.mpf]:
-    return [
-        sum(mpmath.mpf(entry) * value for entry, value in zip(row, vector, strict=True))
-        for row in matrix.tolist()
-    ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@BOTH
 @pytest.mark.parametrize("seed", range(3))
 def test_features_against_sixty_digits(dtype: torch.dtype, seed: int) -> None:
-    """Within the bound, and the bound is within three orders of magnitude of what is found."""
-    config = LipNeXtConfig(3, 12, 4, 2, 3, 3, shift_ratio=0.0, parametrisation="merged")
+    """Digits enough to trust; the fuzz, in 80 bits, prints how tight the bound is."""
+    config = LipNeXtConfig(3, 12, 4, 2, 3, 3, shift_ratio=1 / 8)
     model = trained_like(config, seed).to(dtype)
-    image = torch.rand(1, 3, 4, 4, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-    with mpmath.workdps(60):
-        exact = features_with_digits(model, image[0])
-        with torch.no_grad():
-            computed = model.features(image)[0].tolist()
-        error = mpmath.sqrt(
-            sum((mpmath.mpf(c) - e) ** 2 for c, e in zip(computed, exact, strict=True))
-        )
-    bound = bound_of(model).at((image.double() - 0.5).norm()).item()
-    assert 0 < error <= bound < 1000 * error
+    image = torch.rand(1, 3, 4, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    with mpmath.workdps(60), torch.no_grad():
+        exact, computed = exact_features(model, image, decimals), decimals(model.features(image))
+        error = mpmath.sqrt(((computed - exact) ** 2).sum())
+    assert 0 < error <= bound_at(model, image)[0]
+
+
+def pos_alone(dtype: torch.dtype, width: int) -> tuple[LipNeXt, torch.Tensor]:
+    """Every number comes from pos, once for each channel, and every sum rounds downwards."""
+    config = LipNeXtConfig(1, width, 16, 2, 1, 2, parametrisation="merged", beta=0, shift_ratio=0)
+    model = LipNeXt(config, 0).to(dtype)
+    with torch.no_grad():
+        model.groups[0].bank.fill_(32 / width)
+        align(model)
+    return model, torch.full((4, 1, 16, 16), 0.5, dtype=dtype)
+
+
+@needs_extended
+@BOTH
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
+def test_pos_counts_once_for_every_channel(dtype: torch.dtype, width: int) -> None:
+    """Its norm is √C·‖pos‖. Without the root the error was up to 4.6 times the bound."""
+    model, images = pos_alone(dtype, width)
+    with torch.no_grad():
+        error = norm(extended(model.features(images)) - exact_features(model, images))
+    assert (error <= bound_at(model, images)).all()
+
+
+def cancelling(dtype: torch.dtype) -> tuple[LipNeXt, torch.Tensor]:
+    """M·Rᵀ is what is left of numbers that are 1e6 times larger."""
+    model, generator = LipNeXt(LipNeXtConfig(1, 16, 4, 4, 1, 2), 0).to(dtype), torch.Generator()
+    with torch.no_grad():
+        for matrix, make in zip(model.groups[0].bank, (null_space, steep), strict=True):
+            matrix.copy_(make(16, None, generator.manual_seed(1)))
+    return model, torch.rand(4, 1, 4, 4, generator=generator).to(dtype)
+
+
+def put_boundary_into_the_error(model: LipNeXt, images: torch.Tensor) -> None:
+    """A head of two classes that tells the computed features from the exact ones."""
+    with torch.no_grad():
+        computed = extended(model.features(images))[0]
+        apart = computed - exact_features(model, images)[0]
+        distance = np.sqrt((apart * apart).sum())
+        row = apart / distance if distance else np.ones_like(apart) / len(apart) ** 0.5
+        row = torch.from_numpy(row.astype(np.float64))
+        model.head.weight.copy_(torch.stack([row, -row]))
+        # All but a hundredth of the error lies on this side of the boundary.
+        middle = float(computed @ row.numpy() - 0.99 * distance)
+        model.head.bias.copy_(torch.tensor([-middle, middle], dtype=torch.float64))
+
+
+@needs_extended
+@pytest.mark.parametrize(
+    "make", [lambda: pos_alone(torch.float32, 128), lambda: cancelling(torch.float64)]
+)
+def test_a_label_that_rounding_made_is_not_certified(make) -> None:
+    """The exact label is another than the computed one: any radius would be wrong."""
+    model, images = make()
+    put_boundary_into_the_error(model, images)
+    labels, radii = Certifier(model)(images)
+    exact = exact_logits(model, images).argmax(axis=1)
+    assert (radii.numpy()[labels.numpy() != exact] == 0).all()
+
+
+@needs_extended
+@BOTH
+def test_another_machine_may_make_another_product(dtype: torch.dtype) -> None:
+    """M·Rᵀ summed in another order is another W, and its features are within the bound too."""
+    model, images = cancelling(dtype)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+    rotation, second = model.groups[0].bank.detach()
+    elsewhere = LipNeXt(LipNeXtConfig(1, 16, 4, 4, 1, 2, parametrisation="merged")).to(dtype)
+    with torch.no_grad():
+        weight = torch.zeros_like(second)
+        for column in order:
+            weight += torch.outer(second[:, column], rotation[:, column])
+        elsewhere.groups[0].bank.copy_(torch.stack([rotation, weight]))
+        computed = extended(elsewhere.features(images))
+    assert (norm(computed - exact_features(model, images)) <= bound_at(model, images)).all()
+
+
+def test_nothing_is_certified_where_numbers_might_overflow() -> None:
+    """Finite at the image, infinite inside the radius that the margin alone would give.
+
+    In float64 K overflows before that, and nothing is certified at all.
+    """
+    model = LipNeXt(LipNeXtConfig(1, 16, 8, 4, 1, 2, parametrisation="merged"), 0)
+    limit = torch.finfo(torch.float32).max ** 0.5
+    image = torch.full((1, 1, 8, 8), 0.5)
+    image[0, 0, 0, 0] += 0.5
+    with torch.no_grad():
+        model.groups[0].bank[1] *= limit
+        model.head.weight.copy_(torch.eye(2, 16))
+        model.head.bias.copy_(torch.tensor([limit * 4, 0]))
+        assert model.features(image).isfinite().all()
+        far = 0.5 + 4 * (image - 0.5)
+        assert not model.features(far).isfinite().all()
+    _, radii = Certifier(model)(image)
+    without_rounding = 4 / lipschitz_bound(model) * limit / 2**0.5
+    assert without_rounding > (far - image).norm() and radii.item() == 0
+
+
+def test_the_certified_label_is_that_of_the_program_in_its_own_type() -> None:
+    """A float32 head loses a margin of 3e-4 beside 1e4; a float64 head would certify it."""
+    model = LipNeXt(LipNeXtConfig(1, 16, 4, 4, 1, 2, parametrisation="merged"), 0)
+    images = torch.rand(8, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        features = model.features(images)
+        model.head.bias.copy_(torch.tensor([1e4, 1e4]))
+        row = features[0] / features[0].norm()
+        model.head.weight.copy_(torch.stack([row, row + 3e-4 * row.roll(1)]))
+        labels, radii = Certifier(model)(images)
+        double = LipNeXt(model.config).double()
+        double.load_state_dict(model.state_dict())
+        assert torch.equal(labels, model(images).argmax(1))
+        apart = labels != double(images.double()).argmax(1)
+    assert apart.any() and (radii == 0).all()
 
 
 def test_the_bound_is_small_in_double_precision_and_grows_with_the_width() -> None:
     """Far below any radius that is reported."""
     small, large = (
-        bound_of(trained_like(LipNeXtConfig(8, w, 8, 2), 0).double()) for w in (16, 256)
+        rounding_of(trained_like(LipNeXtConfig(8, w, 8, 2), 0).double()).error for w in (16, 256)
     )
-    assert 0 < small.at(torch.tensor(5.0)) < large.at(torch.tensor(5.0)) < 1e-9
+    assert 0 < small.at(torch.tensor(5.0)) < large.at(torch.tensor(5.0)) < 1e-8
 
 
 def test_rounding_shrinks_radii_and_never_widens_them() -> None:
     """In single precision visibly; where the margin is below the rounding nothing is certified."""
-    config = LipNeXtConfig(6, 48, 8, 2, 3, 5)
+    config = LipNeXtConfig(6, 48, 8, 2, 3, 5, parametrisation="merged")
     model = trained_like(config, 0)
     images = torch.rand(200, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     single, double = Certifier(model), Certifier(trained_like(config, 0).double())
     _, loose = double(images)
     _, tight = single(images)
     assert (tight <= loose).all() and (tight < loose)[loose > 0].all()
-    assert 0 < single.feature_rounding() < 0.1
+    assert 0 < single.feature_rounding() < 0.2
     lost = 2 * single.feature_rounding()
-    assert (tight[loose < 0.1 * lost] == 0).all() and ((loose - tight) < 1.2 * lost + 1e-5).all()
+    assert (tight[loose < 0.1 * lost] == 0).all() and ((loose - tight) < 1.5 * lost + 1e-5).all()

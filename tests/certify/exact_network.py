@@ -1,0 +1,82 @@
+"""LipNeXt written out for numpy, in 80-bit numbers or in as many decimal digits as are asked for.
+
+It shares no line with the package: what a certificate says is compared with this.
+"""
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+
+# The reference must be 2¹¹ times as accurate as float64: x86 has such numbers, not every CPU does.
+HAS_EXTENDED = np.finfo(np.longdouble).nmant >= 63
+needs_extended = pytest.mark.skipif(not HAS_EXTENDED, reason="numpy has no 80-bit numbers here")
+
+
+def extended(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().double().numpy().astype(np.longdouble)
+
+
+def decimals(tensor: torch.Tensor) -> np.ndarray:
+    """Numbers of mpmath, as exact as `mpmath.workdps` says."""
+    return np.frompyfunc(mpmath.mpf, 1, 1)(tensor.detach().double().numpy().astype(object))
+
+
+def root(values: np.ndarray) -> np.ndarray:
+    return np.frompyfunc(mpmath.sqrt, 1, 1)(values) if values.dtype == object else np.sqrt(values)
+
+
+def exact_features(model: LipNeXt, images: torch.Tensor, number=extended) -> np.ndarray:
+    """The features [N, C] of images [N, channels, side, side] in [0, 1], W being M·Rᵀ itself."""
+    config = model.config
+    x = _tokens(number(images) - number(torch.tensor(0.5)), config)
+    for group in model.block_groups():
+        matrices = group.orthogonal_weights()
+        for index in range(group.count):
+            rotation, weight = number(matrices[2 * index]), number(matrices[2 * index + 1])
+            if config.parametrisation == "product":
+                weight = weight @ rotation.T
+            if group.pos is not None:
+                x = x + number(group.pos[index])
+            x = _shift(x @ rotation.T, config)
+            x = _activation(x @ weight.T + number(group.bias[index]), config)
+    return root((x * x).sum(axis=(1, 2)))
+
+
+def exact_logits(model: LipNeXt, images: torch.Tensor, number=extended) -> np.ndarray:
+    rows = number(model.head.weight)
+    rows = rows / root((rows * rows).sum(axis=1))[:, None]
+    return exact_features(model, images, number) @ rows.T + number(model.head.bias)
+
+
+def _tokens(pixels: np.ndarray, config: LipNeXtConfig) -> np.ndarray:
+    """A patch's pixels are the first channels of its token, in the order of pixel_unshuffle."""
+    count, channels, side, _ = pixels.shape
+    patch = config.patch_size
+    cut = pixels.reshape(count, channels, side // patch, patch, side // patch, patch)
+    tokens = cut.transpose(0, 2, 4, 1, 3, 5).reshape(count, side // patch, side // patch, -1)
+    empty = np.zeros((*tokens.shape[:3], config.width - tokens.shape[3]), dtype=tokens.dtype)
+    return np.concatenate([tokens, empty], axis=-1)
+
+
+def _shift(x: np.ndarray, config: LipNeXtConfig) -> np.ndarray:
+    part, x = int(config.width * config.shift_ratio), x.copy()
+    for index, (axis, step) in enumerate([(1, 1), (1, -1), (2, 1), (2, -1)]):
+        start = config.width - (4 - index) * part
+        moved = np.roll(x[..., start : start + part], step, axis)
+        if config.padding == "zero":
+            edge = [slice(None)] * 4
+            edge[axis] = slice(0, 1) if step > 0 else slice(-1, None)
+            moved[tuple(edge)] = 0
+        x[..., start : start + part] = moved
+    return x
+
+
+def _activation(x: np.ndarray, config: LipNeXtConfig) -> np.ndarray:
+    if config.activation == "minmax":
+        one, two = x[..., : config.width // 2], x[..., config.width // 2 :]
+        return np.concatenate([np.maximum(one, two), np.minimum(one, two)], axis=-1)
+    count = int(config.width * config.beta)
+    return np.concatenate([abs(x[..., :count]), x[..., count:]], axis=-1)

@@ -1,0 +1,266 @@
+"""Certificates of random and of malicious networks, against a network written anew in 80 bits.
+
+Every switch of the model, both types, weights far from orthogonal: features must be within the
+rounding bound and K must bound their change; where a radius is given, no attack may change the
+label inside it, neither the program's nor the exact one. All of it must hold for every seed.
+
+    python tests/certify/test_certify_fuzz.py 5000        # more of them; prints how tight it was
+"""
+
+import math
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from exact_network import exact_features, exact_logits, extended, needs_extended
+from torch import Tensor
+
+from lipnext_scale.attack import pgd, random_starts
+from lipnext_scale.certify import Certifier
+from lipnext_scale.errors import UserError
+from lipnext_scale.manifold import random_orthogonal
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+
+pytestmark = needs_extended
+Matrix = Callable[[int, random.Random, torch.Generator], Tensor]
+# The reference rounds too, 2⁻¹¹ times as much as float64; the bound has a thousandth to spare.
+REFERENCE = 2.0**-11
+
+
+def rank_one(width: int, rng: random.Random, generator: torch.Generator) -> Tensor:
+    u, v = torch.randn(2, width, generator=generator, dtype=torch.float64)
+    return torch.outer(u / u.norm(), v / v.norm()) * rng.choice([1, 3, 100])
+
+
+def constant(width: int, rng: random.Random, generator: torch.Generator) -> Tensor:
+    return torch.full((width, width), rng.choice([1, 32, -5]) / width, dtype=torch.float64)
+
+
+def orthogonal(width: int, rng: random.Random, generator: torch.Generator) -> Tensor:
+    return random_orthogonal(width, generator, torch.float64)
+
+
+def badly_scaled(width: int, rng: random.Random, generator: torch.Generator) -> Tensor:
+    rows = 10.0 ** torch.randint(-8, 5, (width, 1), generator=generator)
+    return rows * random_orthogonal(width, generator, torch.float64)
+
+
+def gaussian(width: int, rng: random.Random, generator: torch.Generator) -> Tensor:
+    return torch.randn(width, width, generator=generator, dtype=torch.float64)
+
+
+def huge(width: int, rng: random.Random, generator: torch.Generator) -> Tensor:
+    """A few blocks of these overflow, in float32 soon."""
+    return 10.0 ** rng.uniform(1, 12) * random_orthogonal(width, generator, torch.float64)
+
+
+def tiny(width: int, rng: random.Random, generator: torch.Generator) -> Tensor:
+    """Down to numbers below the smallest normal one of float32."""
+    return 10.0 ** -rng.uniform(1, 40) * random_orthogonal(width, generator, torch.float64)
+
+
+def null_space(width: int, rng: random.Random, generator: torch.Generator) -> Tensor:
+    """R·1 = 0 but for rounding. Of M = `steep`, 1e6 times larger, little is left in M·Rᵀ."""
+    ones = torch.full((width,), 1 / math.sqrt(width), dtype=torch.float64)
+    matrix = random_orthogonal(width, generator, torch.float64)
+    return matrix - torch.outer(matrix @ ones, ones)
+
+
+def steep(width: int, rng: random.Random, generator: torch.Generator) -> Tensor:
+    matrix = random_orthogonal(width, generator, torch.float64)
+    return matrix + 1e6 * torch.randn(width, 1, generator=generator, dtype=torch.float64)
+
+
+# (R, M or W) of a network; None: each matrix of any kind.
+KINDS: dict[str, tuple[Matrix, Matrix] | None] = {
+    "orthogonal": (orthogonal, orthogonal),
+    "rank one": (rank_one, rank_one),
+    "constant": (constant, constant),
+    "aligned": (constant, constant),
+    "badly scaled": (badly_scaled, badly_scaled),
+    "gaussian": (gaussian, gaussian),
+    "huge": (huge, huge),
+    "tiny": (tiny, tiny),
+    "cancelling": (null_space, steep),
+    "mixed": None,
+}
+EVERY = [orthogonal, rank_one, constant, badly_scaled, gaussian, huge, tiny, null_space, steep]
+
+
+@dataclass
+class Case:
+    kind: str
+    model: LipNeXt
+    images: Tensor
+    exact_images: Tensor  # the same, before any rounding
+
+
+def draw(seed: int) -> Case:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    kind, dtype = rng.choice(list(KINDS)), rng.choice([torch.float32, torch.float64])
+    patch, channels = rng.choice([1, 2]), rng.choice([1, 3])
+    least = channels * patch**2
+    config = LipNeXtConfig(
+        depth=rng.randint(1, 4),
+        width=rng.choice([64, 128, 256] if kind == "aligned" else [least + least % 2, 12, 16, 64]),
+        image_size=patch * rng.choice([1, 3, 4]),
+        patch_size=patch,
+        in_channels=channels,
+        num_classes=rng.randint(2, 5),
+        shift_ratio=rng.choice([0, 1 / 16, 1 / 8, 1 / 4]),
+        padding=rng.choice(["circular", "zero"]),
+        positional_embedding=rng.random() < 0.7,
+        activation=rng.choice(["beta_abs", "beta_abs", "minmax"]),
+        beta=rng.choice([0, 0.5, 0.75, 1]),
+        parametrisation=rng.choice(["product", "merged"]),
+        blocks_per_bank=rng.choice([0, 1]),
+    )
+    model = LipNeXt(config, seed).to(dtype)
+    with torch.no_grad():
+        for group in model.block_groups():
+            for index, matrix in enumerate(group.bank):
+                makers = KINDS[kind]
+                make = rng.choice(EVERY) if makers is None else makers[index % 2]
+                matrix.copy_(make(config.width, rng, generator))
+            for vector in (group.bias, group.pos):
+                if vector is not None:
+                    fill(vector, rng, generator)
+        fill(model.head.bias, rng, generator)
+        if kind == "aligned":
+            align(model)
+    return Case(kind, model, *draw_images(config, dtype, rng, generator))
+
+
+def align(model: LipNeXt) -> None:
+    """Sums of equal terms that lose almost half a unit in the last place each time they round.
+
+    v = 2²⁰·(1 + (C/4 - 1)·eps) C times, one after the other: while the sum is above C/2 times v a
+    unit in its last place is C/2·eps, and what is lost of every further term is all but one of C/4.
+    """
+    width, eps = model.config.width, torch.finfo(model.head.weight.dtype).eps
+    for group in model.block_groups():
+        group.bias.zero_()
+        if group.pos is not None:
+            group.pos.fill_(2.0**20 * (1 + (width // 4 - 1) * eps))
+
+
+def fill(vector: Tensor, rng: random.Random, generator: torch.Generator) -> None:
+    """Numbers of all sizes; or all the same, just below a half in their last places."""
+    scale = rng.choice([0.0, 1e-30, 1e-3, 0.1, 1.0, 1e4])
+    if rng.random() < 0.3:
+        vector.fill_(scale * (1 + rng.choice([3, 7, 15, 63]) * torch.finfo(vector.dtype).eps))
+    else:
+        vector.copy_(scale * torch.randn(vector.shape, generator=generator))
+
+
+def draw_images(
+    config: LipNeXtConfig, dtype: torch.dtype, rng: random.Random, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    shape = (3, config.in_channels, config.image_size, config.image_size)
+    if rng.random() < 0.5:
+        pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        return pixels.to(dtype) / 255, pixels
+    images = torch.rand(shape, generator=generator)
+    return (x := rng.choice([images, images.round(), images * 0 + 0.5]).to(dtype)), x
+
+
+def exact_pixels(images: Tensor) -> np.ndarray:
+    """Weights as they are, bytes as p/255."""
+    values = extended(images)
+    return values / np.longdouble(255) if images.dtype == torch.uint8 else values
+
+
+def norm(values: np.ndarray) -> np.ndarray:
+    return np.sqrt((values * values).reshape(len(values), -1).sum(axis=1))
+
+
+def tightness(case: Case) -> np.ndarray:
+    """Error over bound of the features, image by image; no more than 1, or the proof is wrong."""
+    certifier = Certifier(case.model)
+    exact = exact_features(case.model, case.exact_images, exact_pixels)
+    n = torch.from_numpy(norm(exact_pixels(case.exact_images) - 0.5).astype(np.float64))
+    with torch.no_grad():
+        computed = case.model.features(case.images)
+    rounding = certifier._known.rounding
+    error = norm(extended(computed) - exact)
+    bound = rounding.error.at(n).numpy()
+    overflows = rounding.overflows(n).numpy()
+    assert np.isfinite(error[~overflows]).all(), "finite by the bound, and not as computed"
+    share = (error / bound).astype(np.float64)[~overflows]
+    assert (share <= 1 + REFERENCE).all(), share
+    return share
+
+
+def attacked(case: Case) -> int:
+    """Attack every image inside its radius; how many had one."""
+    certifier = Certifier(case.model)
+    labels, radii = certifier(case.images)
+    assert torch.equal(labels, case.model(case.images).argmax(1))
+    centre = exact_pixels(case.exact_images)
+    reach = (radii * (1 - 1e-6)).clamp(max=8)
+    for restart in range(2):
+        starts = random_starts(
+            tuple(case.images.shape[1:]), 0, torch.arange(len(labels)), restart, stream=0
+        )
+        moved = case.images + pgd(
+            case.model, case.images, labels, reach, starts.to(case.images), steps=8
+        )
+        moved = moved.detach()
+        inside = (norm(extended(moved) - centre) <= radii.numpy()) & (radii.numpy() > 0)
+        with torch.no_grad():
+            program = case.model(moved).argmax(1).numpy()
+        exact = exact_logits(case.model, moved).argmax(axis=1)
+        assert (program == labels.numpy())[inside].all(), "the program's label changes"
+        assert (exact == labels.numpy())[inside].all(), "the exact label changes"
+        change = norm(exact_features(case.model, moved) - exact_features(case.model, case.images))
+        bound = certifier.lipschitz_bound * norm(extended(moved) - extended(case.images))
+        noise = certifier._known.rounding.error.at(torch.tensor(1e3)).item() * REFERENCE
+        assert (change <= bound + noise).all(), "K is too small"
+    return int((radii > 0).sum())
+
+
+def fuzz(seeds: range) -> dict[str, dict[str, list[float]]]:
+    """kind → what was seen in its networks. A failure names its seed."""
+    seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for seed in seeds:
+        case = draw(seed)
+        try:
+            share, certified = tightness(case), attacked(case)
+        except UserError as refused:  # K itself overflows
+            assert "overflows" in str(refused) and case.kind in ("huge", "mixed"), seed
+            continue
+        except AssertionError as failure:
+            raise AssertionError(
+                f"seed {seed}: {failure}; {case.kind}, {case.model.config}"
+            ) from None
+        kind = seen[case.kind]
+        kind[str(case.images.dtype)].extend(share.tolist())
+        kind["certified"].append(certified / len(case.images))
+    return seen
+
+
+def table(seen: dict[str, dict[str, list[float]]]) -> str:
+    lines = [f"{'error / bound: median, largest':32}{'float32':>20}{'float64':>20}  with a radius"]
+    for kind in KINDS:
+        cells = []
+        for dtype in ("torch.float32", "torch.float64"):
+            shares = seen[kind][dtype] or [math.nan]
+            cells.append(f"{np.median(shares):.1e}, {max(shares):.1e}")
+        radii = np.mean(seen[kind]["certified"] or [0.0])
+        lines.append(f"{kind:32}{cells[0]:>20}{cells[1]:>20}  {radii:.0%}")
+    return "\n".join(lines)
+
+
+def test_no_network_breaks_its_certificate() -> None:
+    """And many have a radius that could have been broken."""
+    seen = fuzz(range(random.randrange(2**30), 2**31)[:250])
+    print(table(seen))
+    assert sum(map(sum, (kind["certified"] for kind in seen.values()))) > 20
+
+
+if __name__ == "__main__":
+    print(table(fuzz(range(int(sys.argv[1])))))
