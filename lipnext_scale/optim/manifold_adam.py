@@ -1,7 +1,8 @@
 """Stabilised Manifold Adam (Algorithm 2 of the paper): Adam in the Lie algebra of O(d).
 
-A step has three phases, so that the host waits for the device at most once:
+A step has these phases, so that the host waits for the device twice, however many matrices it has:
 
+    0. every gradient: that it is finite, before anything moves
     1. every matrix:  A = skew(XᵀG); moments; Δ; B += Δ; the size of what will be exponentiated
     2. one transfer:  all sizes to the host, which picks the products each matrix needs
     3. every matrix:  X ← X·exp(Δ), or the Lookahead step  Xslow ← Xslow·exp(B/2), X ← Xslow, B ← 0
@@ -138,8 +139,7 @@ class ManifoldAdam(SlowWeights):
         group = self.param_groups[-1]
         _check_hyperparameters(group)
         for index, parameter in enumerate(group["params"]):
-            names = group.get("param_names")
-            _check_on_manifold(names[index] if names else f"parameter {index}", parameter)
+            _check_on_manifold(_name(group, index), parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -148,6 +148,7 @@ class ManifoldAdam(SlowWeights):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._require_usable_gradients()
         moves = [
             self._measure(group, parameter)
             for group in self.param_groups
@@ -168,6 +169,27 @@ class ManifoldAdam(SlowWeights):
                 ):
                     self._retract(parameter)
         return loss
+
+    def _require_usable_gradients(self) -> None:
+        """FloatingPointError while moments, buffers and weights are still those of before."""
+        names: list[str] = []
+        largest: list[Tensor] = []
+        limits: list[float] = []
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is None or local_part(parameter.grad).numel() == 0:
+                    continue
+                gradient = as_stack(parameter.grad)
+                names.append(_name(group, index))
+                largest.append(torch.linalg.vector_norm(gradient, ord=torch.inf).double())
+                # An entry of XᵀG is at most √d times as large, and it is squared.
+                limits.append((torch.finfo(gradient.dtype).max / gradient.shape[-1]) ** 0.5 / 2)
+        found_values = torch.stack(largest).tolist() if largest else []
+        for name, limit, found in zip(names, limits, found_values, strict=True):
+            if not found <= limit:  # NaN is not below it either
+                raise FloatingPointError(
+                    f"the gradient of {name} is not finite, or its square is not: {found:g}"
+                )
 
     def _measure(self, group: dict[str, Any], parameter: Tensor) -> _Move:
         """Phase 1: moments, the direction Δ, the buffer B, the size that picks the exponential."""
@@ -246,6 +268,11 @@ class ManifoldAdam(SlowWeights):
         if "slow" in state:
             state["slow"].copy_(local_part(parameter))
             state["buffer"].zero_()
+
+
+def _name(group: dict[str, Any], index: int) -> str:
+    names = group.get("param_names")
+    return names[index] if names else f"parameter {index}"
 
 
 def _plans(moves: list[_Move], sizes: list[float]) -> list[list[ExpPlan]]:

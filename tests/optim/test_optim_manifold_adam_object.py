@@ -113,8 +113,8 @@ class CountHostTransfers(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("exp_rule", ["paper", "bounded"])
-def test_one_host_transfer_per_step(exp_rule, monkeypatch):
-    """However many banks there are, the host waits for the device once in a step."""
+def test_two_host_transfers_per_step(exp_rule, monkeypatch):
+    """However many banks there are, the host waits for the device twice in a step."""
     banks = [bank(3, 6, 6), bank(6, 6, seed=1), bank(2, 9, 9, seed=2)]
     optimizer = ManifoldAdam(banks, lr=1e-3, exp_rule=exp_rule, lookahead=2)
     calls: list[int] = []
@@ -128,7 +128,7 @@ def test_one_host_transfer_per_step(exp_rule, monkeypatch):
             parameter.grad = torch.randn_like(parameter)
         with CountHostTransfers() as mode:
             optimizer.step()
-        assert calls == [3 + 1 + 2]
+        assert calls == [len(banks), 3 + 1 + 2]
         assert mode.count == 0
 
 
