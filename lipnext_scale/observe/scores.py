@@ -62,5 +62,5 @@ class Scores:
 
 
 def to_unit_range(images: Tensor, device: torch.device) -> Tensor:
-    """uint8 → float32 in [0, 1], converted on the device."""
-    return images.to(device, non_blocking=True).float().div_(255)
+    """uint8 → [0, 1] in torch's default type, float32, converted on the device."""
+    return images.to(device, non_blocking=True).to(torch.get_default_dtype()).div_(255)

@@ -119,7 +119,7 @@ class RowExchange:
     """Moves rows of buckets of matrices [d, d] to their owners and back.
 
     A bucket is a list of indices of matrices. `shards` are this rank's rows of its matrices,
-    `wholes` those matrices that this rank owns.
+    `wholes` those matrices that this rank owns. like: has the type and device of gradients.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class RowExchange:
         sides: Sequence[int],
         owners: Sequence[int],
         group: dist.ProcessGroup,
-        device: torch.device,
-        return_dtype: torch.dtype = torch.float32,
+        like: Tensor,
+        return_dtype: torch.dtype,
     ) -> None:
         self._sides, self._owners = list(sides), list(owners)
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._to_owners = PackedExchange(group, torch.float32, device)
-        self._to_shards = PackedExchange(group, return_dtype, device)
+        self._to_owners = PackedExchange(group, like.dtype, like.device)
+        self._to_shards = PackedExchange(group, return_dtype, like.device)
         # What each owner last said: 0, or 1 if it failed. Every owner in a bucket says it anew.
-        self._words = torch.zeros(self._ranks, WORD, device=device)
+        self._words = torch.zeros(self._ranks, WORD, device=like.device)
         self._returning: deque[list[int]] = deque()
 
     def post_to_owners(

@@ -47,7 +47,8 @@ class RowManifoldAdam:
 
     named_parameters: sharded along the first dimension over `group`, the same list on every rank;
         a plain tensor is taken to be this rank's rows.
-    return_dtype: of the rows on the wire; bfloat16 loses nothing where that is what computes.
+    return_dtype: of the rows on the wire, if not the parameters' own; bfloat16 loses nothing where
+        that is what computes.
     bucket_bytes: of an owner's matrices that are exchanged together; at least one matrix is.
 
     The owners start with X = I: `initialise`, or loading into `owned` and `rows_from_owners`, comes
@@ -58,7 +59,7 @@ class RowManifoldAdam:
         self,
         named_parameters: list[tuple[str, nn.Parameter]],
         group: dist.ProcessGroup,
-        return_dtype: torch.dtype = torch.float32,
+        return_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         **manifold_adam_arguments: Any,
     ) -> None:
@@ -70,9 +71,9 @@ class RowManifoldAdam:
         sides = [parameter.shape[-1] for parameter in self._parameters]
         owners = assign_owners([side**3 for side in sides], ranks)
         self._buckets = make_buckets(owners, [4 * side**2 for side in sides], ranks, bucket_bytes)
-        device = local_part(self._parameters[0]).device
+        like = local_part(self._parameters[0])
         self._own = {
-            index: nn.Parameter(torch.eye(sides[index], device=device))
+            index: nn.Parameter(torch.eye(sides[index], dtype=like.dtype, device=like.device))
             for index, owner in enumerate(owners)
             if owner == rank
         }
@@ -81,8 +82,8 @@ class RowManifoldAdam:
         # A group of its own, for torch refuses an empty list, and a rank may own nothing.
         self._inner = ManifoldAdam([{"params": [*self.owned.items()]}], **manifold_adam_arguments)
         self.param_groups = self._inner.param_groups
-        self._exchange = RowExchange(sides, owners, group, device, return_dtype)
-        self._gradients = torch.empty(self._largest_part(), device=device)
+        self._exchange = RowExchange(sides, owners, group, like, return_dtype or like.dtype)
+        self._gradients = like.new_empty(self._largest_part())
         self._rows_are_current = False
 
     @torch.no_grad()

@@ -102,9 +102,9 @@ class SingleEngine:
         return value
 
     def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in self._gradients():
-            gradient.mul_(factor.to(gradient.device))
+            gradient.mul_(factor.to(gradient))
 
     def _gradients(self) -> list[Tensor]:
         """This process's parts of the gradients."""

@@ -1,26 +1,8 @@
-"""Twenty steps under every engine are those of one process, to float32 round-off.
+"""Twenty steps under every engine are those of one process.
 
-Same numbers, other order of summation: a gradient is a sum over the n = 24·16 tokens of a batch,
-which ranks, parts of the batch and reductions cut differently. How far may the results lie apart?
-
-A sum of n terms carries a rounding error of √n·u to n·u times their size, u = 2⁻²⁴: about 1e-6 of
-it. Norms and moments may differ by a few times that: by 1e-5. Adam takes a gradient g to an update
-η·g/(|g| + ε), whose slope is η/ε where |g| is below ε. With the usual ε = 1e-8 the slope is 1e6:
-where the true gradient is 0 its rounding alone becomes a step of ±η, and no two orders of summation
-agree (there is a test of that). These runs have η = ε = 1e-2, a slope of 1 at most. Where terms of
-size 0.1 cancel, their error of 1e-7 goes into the weight as it is: in twenty steps 5e-7 if the
-errors are independent, 2e-6 if they are not, where the largest weight is 2.8. So the bound is 1e-6
-of that. The same errors in the buffers, which are sums of updates below 4e-3, are a larger part of
-them: 5e-5.
-
-Two things could make more of a rounding error. β-Abs has a kink at 0: a pre-activation that
-rounding takes to its other side changes the gradient at once. The runs have a seed and a β for
-which none of a run's 10⁵ comes closer to 0 than 2e-5, ten times what such errors in the weights do
-to it; that is tested. And the order of an exponential is chosen by thresholds; of the 120 norms of
-a run none is within half a per cent of one.
-
-Rounding has the same effect within one process. So each engine must also stay within four times
-what cutting the batch into 2 to 24 parts does there.
+Same numbers, other order of summation: a gradient is a sum over the tokens of a batch, which ranks,
+parts of the batch and reductions cut differently. In float64 that changes nothing above 1e-9
+(engine_runs.py), so no seed has to be chosen and the bound holds on every CPU.
 """
 
 from collections.abc import Iterator
@@ -30,17 +12,16 @@ from statistics import fmean
 import pytest
 import torch
 from engine_runs import (
-    BOUNDS,
-    MARGIN,
+    BOUND,
     STEPS,
     Configurations,
     Outcome,
+    arithmetic,
     assert_parity,
     assert_same_bits,
     of_all_ranks,
     recipe,
     relative_errors,
-    rounding_alone,
     run_each,
     train,
 )
@@ -50,8 +31,6 @@ from torch import Tensor
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.parallel import training_pieces
 from lipnext_scale.trainer import Trainer
-
-PARTS = [2, 3, 6, 24]
 
 ROW, HSDP = "parallel.weight_layout=row", "parallel.shard_size=2"
 ENGINES: dict[int, Configurations] = {
@@ -66,10 +45,7 @@ ENGINES: dict[int, Configurations] = {
         "2x2-row": [HSDP, ROW],
     },
 }
-# Each with a seed that keeps it clear of kinks. Both were searched for, also for rounding in one
-# process below half of the bounds. Other seeds exceed that of exp_avg up to twice: the bounds hold
-# for these runs, not for every seed.
-PARAMETRISATIONS = {"product": [], "merged": ["model.parametrisation=merged", "run.seed=593"]}
+PARAMETRISATIONS = {"product": [], "merged": ["model.parametrisation=merged"]}
 
 
 class Runs:
@@ -78,7 +54,6 @@ class Runs:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._single: dict[str, Outcome] = {}
-        self._rounding: dict[str, dict[str, float]] = {}
         self._engines: dict[tuple[str, int, int], dict[str, Outcome]] = {}
 
     def single(self, parametrisation: str) -> Outcome:
@@ -86,14 +61,6 @@ class Runs:
             directory = self.directory / parametrisation / "single"
             self._single[parametrisation] = train(directory, *settings(parametrisation, 1))
         return self._single[parametrisation]
-
-    def rounding(self, parametrisation: str) -> dict[str, float]:
-        """The most that another order of summation does to each kind within one process."""
-        if parametrisation not in self._rounding:
-            directory, single = self.directory / parametrisation, self.single(parametrisation)
-            overrides = PARAMETRISATIONS[parametrisation]
-            self._rounding[parametrisation] = rounding_alone(directory, single, PARTS, *overrides)
-        return self._rounding[parametrisation]
 
     def engines(self, parametrisation: str, parts: int, world_size: int) -> dict[str, Outcome]:
         key = parametrisation, parts, world_size
@@ -120,7 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_the_run_that_is_compared_has_everything_to_compare(
     runs: Runs, parametrisation: str
 ) -> None:
-    """It learns, clips some gradients and not all, ends between Lookahead steps, meets no kink."""
+    """It learns, clips some gradients and not all, ends between Lookahead steps."""
     run = runs.single(parametrisation)
     assert run.engine == "single, fp32"
     assert len(run.losses) == STEPS
@@ -134,24 +101,15 @@ def test_the_run_that_is_compared_has_everything_to_compare(
         if name.startswith("model."):
             assert (tensor - tensors[name.replace("model.", "slow.")]).abs().max() > 1e-4
             assert (tensor - run.weights_at_start[name]).abs().max() > 1e-3
-    assert run.margin > MARGIN
     assert len(run.scores) == 2
     assert 0 < run.scores[-1]["test/nominal_cra"] < run.scores[-1]["test/clean_accuracy"]
 
 
-@pytest.mark.parametrize("parametrisation", PARAMETRISATIONS)
-def test_the_bounds_are_those_of_rounding(runs: Runs, parametrisation: str) -> None:
-    """Cutting a batch into parts within one process: seen, and within the bounds."""
-    rounding = runs.rounding(parametrisation)
-    for kind, error in rounding.items():
-        assert 0 < error <= BOUNDS[kind] / 2, rounding
-
-
-def test_the_usual_epsilon_allows_no_comparison(tmp_path: Path) -> None:
-    """With ε = 1e-8 two orders of summation in one process end far apart: no fault of engines."""
-    whole = train(tmp_path / "whole", "optim.eps=1e-8")
-    parts = train(tmp_path / "parts", "optim.eps=1e-8", "parallel.accumulation=2")
-    assert relative_errors(parts, whole)["model"] > 100 * BOUNDS["model"]
+def test_the_bound_is_above_rounding(runs: Runs) -> None:
+    """Cutting a batch into parts within one process: seen, and far below the bound."""
+    single = runs.single("product")
+    parts = train(runs.directory / "parts", *settings("product", 24))
+    assert 0 < max(relative_errors(parts, single).values()) < BOUND / 10
 
 
 def description(engine: str, world_size: int) -> str:
@@ -188,7 +146,7 @@ def test_every_engine_trains_as_one_process_does(
     """Losses, norms, weights, slow weights, moments, buffers; the same evaluation; every rank."""
     ours = runs.engines(parametrisation, parts, world_size)[engine]
     assert ours.engine == description(engine, world_size)
-    assert_parity(ours, runs.single(parametrisation), runs.rounding(parametrisation))
+    assert_parity(ours, runs.single(parametrisation))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +155,8 @@ def test_every_engine_trains_as_one_process_does(
 def test_every_start_is_that_of_the_model(runs: Runs, world_size: int) -> None:
     """Bit for bit the weights of LipNeXt(config, seed), whatever engine, layout and world size."""
     configured = recipe(runs.directory)
-    pieces = training_pieces(LipNeXt(configured.model, configured.run.seed), None)
+    with arithmetic(torch.float64):
+        pieces = training_pieces(LipNeXt(configured.model, configured.run.seed), None)
     expected = {name: piece.tensor.detach() for name, piece in pieces.items()}
     assert_same_bits(runs.single("product").weights_at_start, expected)
     for run in runs.engines("product", 1, world_size).values():
@@ -261,7 +220,7 @@ def test_a_mistake_of_one_rank_would_be_seen(runs: Runs) -> None:
     for name in MISTAKES:
         run = of_all_ranks([outcomes[name] for outcomes in ranks])
         errors = relative_errors(run, runs.single("product"))
-        assert max(errors[kind] / BOUNDS[kind] for kind in ("model", "slow")) > 50, (name, errors)
+        assert max(errors["model"], errors["slow"]) > 1000 * BOUND, (name, errors)
 
 
 # Groups of one block, so that there is something to prefetch and to free.
@@ -286,7 +245,7 @@ def test_options_of_memory_and_time_change_no_bit(runs: Runs, layout: str) -> No
     configurations = {"plain": common} | {k: [*common, *v] for k, v in SAME_ARITHMETIC.items()}
     outcomes = run_each(2, runs.directory / f"options {layout}", configurations)
     plain = outcomes["plain"]
-    assert_parity(plain, runs.single("product"), runs.rounding("product"))
+    assert_parity(plain, runs.single("product"))
     for name in SAME_ARITHMETIC:
         ours = outcomes[name]
         assert (ours.losses, ours.norms, ours.scores) == (plain.losses, plain.norms, plain.scores)
@@ -305,7 +264,7 @@ def test_gradients_may_be_reduced_after_the_last_part_only(runs: Runs, layout: s
     every = ["parallel.reshard_after_forward=false", "parallel.recompute_activations=true"]
     configurations = {"plain": common, "all": [*common, *every], "2x2": [*common, HSDP]}
     for ours in run_each(4, runs.directory / f"last {layout}", configurations).values():
-        assert_parity(ours, runs.single("product"), runs.rounding("product"))
+        assert_parity(ours, runs.single("product"))
 
 
 def train_compiled(rank: int, world_size: int, directory: Path) -> tuple[Outcome, int]:
@@ -315,8 +274,8 @@ def train_compiled(rank: int, world_size: int, directory: Path) -> tuple[Outcome
 
 @pytest.mark.slow
 def test_compiled_groups_train_as_the_others(runs: Runs) -> None:
-    """The compiler's kernels round differently, so to the bounds of rounding alone."""
+    """The compiler's kernels round differently."""
     results = run_processes(2, train_compiled, runs.directory / "compiled", timeout=300)
     assert all(graphs > 0 for _, graphs in results)
     compiled = of_all_ranks([outcome for outcome, _ in results])
-    assert_parity(compiled, runs.single("product"), runs.rounding("product"))
+    assert_parity(compiled, runs.single("product"))

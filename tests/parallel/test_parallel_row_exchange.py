@@ -25,7 +25,7 @@ def gather_and_return(rank, ranks):
 def _gather_and_return(rank, ranks, return_dtype):
     """Everything to the owners, who negate it, and back; both directions two at a time."""
     owners = assign_owners(SIDES, ranks)
-    exchange = RowExchange(SIDES, owners, dist.group.WORLD, CPU, return_dtype)
+    exchange = RowExchange(SIDES, owners, dist.group.WORLD, torch.empty(0), return_dtype)
     sources = wholes(0)
     shards = {index: rows(whole, rank, ranks) for index, whole in enumerate(sources)}
     mine = {i: torch.full((SIDES[i],) * 2, torch.nan) for i in shards if owners[i] == rank}
@@ -56,7 +56,7 @@ def test_rows_arrive_and_return(world_size):
 def report_failures(rank, ranks):
     """Owner 1 fails in the first bucket, owner 0 in the second, nobody in the third."""
     owners, sides = [0, 1, 1, 0, 2, 1], [3] * 6
-    exchange = RowExchange(sides, owners, dist.group.WORLD, CPU, torch.bfloat16)
+    exchange = RowExchange(sides, owners, dist.group.WORLD, torch.empty(0), torch.bfloat16)
     shards = {index: rows(torch.zeros(3, 3), rank, ranks) for index in range(6)}
     mine = {index: torch.eye(3) for index in range(6) if owners[index] == rank}
     exchange.post_to_shards([0, 1, 2], mine, shards, failed=rank == 1)
