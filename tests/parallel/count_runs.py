@@ -9,6 +9,8 @@ from statistics import median_low
 from typing import Any
 from unittest import mock
 
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
 from lipnext_scale.data import opening
@@ -103,6 +105,20 @@ def allocated_by(region: Callable[[], Any]) -> tuple[int, int, Any]:
         now += change
         peak = max(peak, now)
     return now, peak, result
+
+
+def bytes_of_whole_gradients(model: nn.Module) -> int:
+    """What FSDP2 keeps of gradients that it has not reduced, wherever it keeps it."""
+    found = 0
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else []:
+            whole = getattr(parameter, "_unsharded_param", None)
+            for gradient in (parameter.unsharded_accumulated_grad, getattr(whole, "grad", None)):
+                found += 0 if gradient is None else gradient.untyped_storage().nbytes()
+    return found
 
 
 def usually_left(region: Callable[[], Any], undo: Callable[[Any], None], times: int = 7) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from count_runs import Counted, count_steps, small_trainers, usually_left
+from count_runs import Counted, bytes_of_whole_gradients, count_steps, small_trainers, usually_left
 from gloo import run_processes
 
 from lipnext_scale.parallel import FSDPEngine
@@ -196,7 +196,10 @@ def hold(rank: int, world: int, directory: Path, cases: list[list[str]]) -> list
         for batch in islice(trainer.loader, 2):
             trainer.train_step(batch)
         trainer.optimizers.zero_grad()
-        held = usually_left(partial(part, trainer, last=False), partial(last_part, trainer))
+        assert bytes_of_whole_gradients(trainer.model) == 0
+        part(trainer, last=False)
+        held = bytes_of_whole_gradients(trainer.model)
+        last_part(trainer)
         with_gradients, config = estimate_for(trainer).gathered, trainer.engine.config
         trainer.engine.config = replace(config, reduce_every_part=True)
         pairs.append(Pair(held, with_gradients - estimate_for(trainer).gathered))
@@ -207,7 +210,7 @@ def part(trainer: Trainer, last: bool) -> None:
     go_back(trainer, trainer.engine.forward(torch.rand(2, 1, 8, 8), last=last))
 
 
-def last_part(trainer: Trainer, _: None) -> None:
+def last_part(trainer: Trainer) -> None:
     """The gradients are summed over ranks, and gone."""
     part(trainer, last=True)
     trainer.optimizers.zero_grad()

@@ -1,7 +1,8 @@
 """ZeRO-1, 2 and 3 of DeepSpeed train as one process does; what else is particular to them.
 
-The runs, bounds and their reasons are those of test_parallel_parity.py. An evaluation with the slow
-weights in the middle of each finds weights that were left behind.
+In float32, DeepSpeed's only full precision, so the bound is what another order of summation does in
+one process (`SMOOTH` of engine_runs.py). An evaluation with the slow weights in the middle of each
+finds weights that were left behind.
 """
 
 import subprocess
@@ -12,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import (
-    BOUNDS,
+    SMOOTH,
     Configurations,
     Outcome,
-    assert_parity,
+    assert_parity_in_float32,
     assert_same_bits,
     build_trainer,
     of_all_ranks,
@@ -36,7 +37,10 @@ from lipnext_scale.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
-ZERO = {stage: ["parallel.engine=deepspeed", f"parallel.zero_stage={stage}"] for stage in (1, 2, 3)}
+ZERO = {
+    stage: [*SMOOTH, "parallel.engine=deepspeed", f"parallel.zero_stage={stage}"]
+    for stage in (1, 2, 3)
+}
 OFFLOAD, BF16 = "parallel.offload_optimizer=true", "parallel.precision=bf16"
 TWO_RANKS: Configurations = {
     "1": ZERO[1],
@@ -50,7 +54,7 @@ TWO_RANKS: Configurations = {
     "3 offloaded": [*ZERO[3], OFFLOAD, "parallel.accumulation=2"],
     "2 small banks": [*ZERO[2], "model.blocks_per_bank=1"],
     "3 small banks": [*ZERO[3], "model.blocks_per_bank=1", "parallel.recompute_activations=true"],
-    "fsdp": ["parallel.engine=fsdp"],
+    "fsdp": [*SMOOTH, "parallel.engine=fsdp"],
 }
 FOUR_RANKS: Configurations = {"1": ZERO[1], "2": ZERO[2]}
 # Models that other numbers of ranks cut differently: compared with one process of their own.
@@ -72,12 +76,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def single(directory: Path) -> Outcome:
-    return train(directory / "single")
+    return train(directory / "single", *SMOOTH)
 
 
 @pytest.fixture(scope="module")
 def rounding(directory: Path, single: Outcome) -> dict[str, float]:
-    return rounding_alone(directory, single, [2, 3, 6, 24])
+    return rounding_alone(directory, single)
 
 
 def require_whole_weights(trainer: Trainer) -> None:
@@ -138,7 +142,7 @@ def test_zero_trains_as_one_process_does(
     if name != "fsdp":
         offloaded = ", optimizer on the CPU" if "offloaded" in name else ""
         assert ours.engine == f"deepspeed ZeRO-{name[0]} × {world_size}{offloaded}, fp32"
-    assert_parity(ours, single, rounding)
+    assert_parity_in_float32(ours, single, rounding)
 
 
 def test_every_start_is_that_of_the_model(
@@ -157,20 +161,19 @@ def test_every_start_is_that_of_the_model(
 def test_zero_trains_other_shapes_as_one_process_does(directory: Path, name: str) -> None:
     """ZeRO-3 on four ranks; matrices with an odd count of numbers, which DeepSpeed would shift."""
     world_size, model, configurations = OTHERS[name]
-    alone = train(directory / name / "single", *model)
+    alone = train(directory / name / "single", *SMOOTH, *model)
+    rounding = rounding_alone(directory / name, alone, *model)
     together = {key: [*model, *overrides] for key, overrides in configurations.items()}
     for ours in run_all(world_size, directory / name, together).values():
-        errors = relative_errors(ours, alone)
-        assert all(error <= BOUNDS[kind] for kind, error in errors.items()), errors
-        assert (ours.scores, ours.counters) == (alone.scores, alone.counters)
+        assert_parity_in_float32(ours, alone, rounding)
 
 
 def test_bf16_computes_with_rounded_weights_and_keeps_float32(
-    directory: Path, single: Outcome
+    directory: Path, single: Outcome, rounding: dict[str, float]
 ) -> None:
     """Within a rounding of FSDP's bf16; the float32 matrices orthogonal to float32's rounding."""
     configurations = {
-        "fsdp": [BF16],
+        "fsdp": [*SMOOTH, BF16],
         "1": [*ZERO[1], BF16],
         "1 in parts": [*ZERO[1], BF16, "parallel.accumulation=2"],
         "1 offloaded": [*ZERO[1], BF16, OFFLOAD],
@@ -181,7 +184,7 @@ def test_bf16_computes_with_rounded_weights_and_keeps_float32(
     ours = run_all(2, directory / "bf16", configurations)
     for name in configurations.keys() - {"fsdp"}:
         assert 0 < relative_errors(ours[name], ours["fsdp"])["model"] < 2.0**-9
-        assert relative_errors(ours[name], single)["model"] > 10 * BOUNDS["model"]
+        assert relative_errors(ours[name], single)["model"] > 100 * rounding["model"]
         for key, tensor in ours[name].tensors.items():
             if key.startswith("model.") and key.endswith((".R", ".M")):
                 assert orthogonality_error(tensor) < 1e-6

@@ -14,8 +14,10 @@ from subprocess import PIPE
 import pytest
 import torch
 from engine_runs import (
-    BOUNDS,
+    ROUNDING,
+    SMOOTH,
     STEPS,
+    ULP,
     Configurations,
     Visit,
     assert_same_bits,
@@ -23,8 +25,10 @@ from engine_runs import (
     continue_each,
     continue_run,
     joined,
+    rounding_alone,
     stored,
     tensor_errors,
+    train,
 )
 from gloo import run_processes
 from launch_commands import PATIENCE, ROOT
@@ -43,7 +47,10 @@ from lipnext_scale.weights import load_run_model
 
 pytestmark = pytest.mark.slow
 
-ZERO = {stage: ["parallel.engine=deepspeed", f"parallel.zero_stage={stage}"] for stage in (1, 2, 3)}
+ZERO = {
+    stage: [*SMOOTH, "parallel.engine=deepspeed", f"parallel.zero_stage={stage}"]
+    for stage in (1, 2, 3)
+}
 THEIRS = ["run.checkpoint_format=deepspeed", "run.keep_checkpoints=1"]
 OFFLOAD, BF16 = "parallel.offload_optimizer=true", "parallel.precision=bf16"
 HALF = 10
@@ -179,11 +186,14 @@ def test_zero_3_on_two_ranks_is_converted_goes_on_under_fsdp_on_four_and_is_cert
     run, alone = copied(directory, "3", tmp_path), tmp_path / "alone"
     done = command("lipnext_scale.convert_checkpoint", str(run), "--to", "native")
     assert done.returncode == 0, done.stderr
-    run_processes(4, continue_each, [(run, STEPS, ["parallel.engine=fsdp"])])
-    continue_run(alone, STEPS)
+    run_processes(4, continue_each, [(run, STEPS, [*SMOOTH, "parallel.engine=fsdp"])])
+    continue_run(alone, STEPS, *SMOOTH)
+    single = train(tmp_path / "single", *SMOOTH)
+    rounding = rounding_alone(tmp_path, single)
     (facts, ours), (expected_facts, expected) = stored(run), stored(alone)
     errors = tensor_errors(ours, expected)
-    assert all(error <= BOUNDS[kind] for kind, error in errors.items()), errors
+    for kind, error in errors.items():
+        assert error <= ROUNDING * max(rounding[kind], ULP), kind
     assert {**facts, "rng": None} == {**expected_facts, "rng": None}
     done = command("lipnext_scale.certify", "--run", str(run))
     assert done.returncode == 0, done.stderr
@@ -194,7 +204,7 @@ def test_zero_3_on_two_ranks_is_converted_goes_on_under_fsdp_on_four_and_is_cert
     assert len(samples) == len(expected_samples) == 1437
     for mine, theirs in zip(samples, expected_samples, strict=True):
         assert mine["prediction"] == theirs["prediction"]
-        assert float(mine["radius"]) == pytest.approx(float(theirs["radius"]), abs=1e-6)
+        assert float(mine["radius"]) == pytest.approx(float(theirs["radius"]), abs=1e-4)
 
 
 SKIPPED = {"count": 1, "missing": 1}
@@ -277,7 +287,7 @@ def test_what_cannot_go_on_names_the_command(
     banks = [*ZERO[3], *THEIRS, "model.blocks_per_bank=1"]
     for message in run_processes(2, refused, run, banks):
         assert message.startswith(f"{there}: has its matrices in other banks (model.blocks_per_")
-    assert refused(0, 1, run, []) == expected
+    assert refused(0, 1, run, SMOOTH) == expected
     with pytest.raises(UserError) as refusal:
         load_run_model(RunDirectory(run))  # as certify, attack and export do
     assert str(refusal.value) == expected

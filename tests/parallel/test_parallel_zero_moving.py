@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runs import (
+    ROUNDING,
+    SMOOTH,
     STEPS,
+    ULP,
     Configurations,
     Outcome,
     assert_same_bits,
@@ -15,14 +18,14 @@ from engine_runs import (
     continue_each,
     held_pieces,
     joined,
+    rounding_alone,
     stored,
+    tensor_errors,
     train,
 )
 from gloo import run_processes
 from test_parallel_moving import (
-    SINGLE,
     Place,
-    assert_end_of_one_process,
     assert_found_everything,
     named,
     visit,
@@ -37,9 +40,14 @@ from lipnext_scale.weights import load_run_model, save_export, stable_parameters
 
 pytestmark = pytest.mark.slow
 
-ZERO = {stage: ["parallel.engine=deepspeed", f"parallel.zero_stage={stage}"] for stage in (1, 2, 3)}
+ZERO = {
+    stage: [*SMOOTH, "parallel.engine=deepspeed", f"parallel.zero_stage={stage}"]
+    for stage in (1, 2, 3)
+}
 OFFLOAD, BF16 = "parallel.offload_optimizer=true", "parallel.precision=bf16"
-FSDP, ROW = ["parallel.engine=fsdp"], ["parallel.engine=fsdp", "parallel.weight_layout=row"]
+FSDP = [*SMOOTH, "parallel.engine=fsdp"]
+ROW = [*FSDP, "parallel.weight_layout=row"]
+SINGLE: Place = (0, SMOOTH)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +57,19 @@ def deepspeed() -> None:
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return train(tmp_path_factory.mktemp("zero moving") / "single")
+    return train(tmp_path_factory.mktemp("zero moving") / "single", *SMOOTH)
+
+
+@pytest.fixture(scope="module")
+def rounding(tmp_path_factory: pytest.TempPathFactory, single: Outcome) -> dict[str, float]:
+    return rounding_alone(tmp_path_factory.mktemp("zero rounding"), single)
+
+
+def assert_end_of_one_process(run: Path, single: Outcome, rounding: dict[str, float]) -> None:
+    facts, tensors = stored(run)
+    assert (facts["step"], facts["optimizers"]) == (STEPS, single.counters)
+    for kind, error in tensor_errors(tensors, single.tensors).items():
+        assert error <= ROUNDING * max(rounding[kind], ULP), kind
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +81,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_zero_3_on_two_ranks_goes_on_under_fsdp_on_three(
-    half: Path, single: Outcome, tmp_path: Path
+    half: Path, single: Outcome, rounding: dict[str, float], tmp_path: Path
 ) -> None:
     """All is found, the end is that of one process, and the run is certified as any other."""
     run = tmp_path / "run"
@@ -69,7 +89,7 @@ def test_zero_3_on_two_ranks_goes_on_under_fsdp_on_three(
     facts, tensors = stored(run)
     [visits] = visit((3, FSDP), [(run, STEPS)])
     assert_found_everything(visits, facts, tensors)
-    assert_end_of_one_process(run, single)
+    assert_end_of_one_process(run, single, rounding)
     certifier = Certifier.load(str(run))
     images = read_samples("builtin:digits/test-*.tar.gz", "data.test").images[:50]
     labels, radii = certifier(images)
@@ -89,7 +109,9 @@ JOURNEY: list[tuple[Place, int]] = [
 ]
 
 
-def test_a_run_moves_between_all_engines(single: Outcome, tmp_path: Path) -> None:
+def test_a_run_moves_between_all_engines(
+    single: Outcome, rounding: dict[str, float], tmp_path: Path
+) -> None:
     """Each finds the bits that the one before left: weights, moments, buffers, slow weights."""
     run = tmp_path / "run"
     for index, (place, last_step) in enumerate(JOURNEY):
@@ -100,7 +122,7 @@ def test_a_run_moves_between_all_engines(single: Outcome, tmp_path: Path) -> Non
         facts, tensors = stored(run)
         assert facts["step"] == last_step
         assert_same_bits(joined([visit.left for visit in visits]), tensors)
-    assert_end_of_one_process(run, single)
+    assert_end_of_one_process(run, single, rounding)
 
 
 STOPPED: Configurations = {
