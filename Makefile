@@ -41,9 +41,14 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Hundreds of processes are started: each would compile the package anew.
 test check: export PYTHONDONTWRITEBYTECODE :=
 
+# What must not depend on how a CPU adds up: run again with other kernels.
+NUMERIC := $(addprefix tests/,certify manifold models optim \
+	$(addprefix parallel/test_parallel_,parity.py uneven.py moving.py))
+
 # Everything: style, types, all tests.
 test: env lint
 	$(BIN)/python -m pytest $(PARALLEL) -m '' tests
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(PARALLEL) $(NUMERIC)
 
 # What a contributor runs all day.
 check: env lint

@@ -1,6 +1,7 @@
 """Fixtures that several directories of tests share."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,16 @@ LONGEST = ["launch", "faults", "parallel", "doctor"]  # directories of tests
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Two workers on two cores: more threads each would only get in each other's way."""
+    """Two workers on two cores: more threads each would only get in each other's way.
+
+    A script's background ignores SIGINT, nohup ignores SIGHUP, and children inherit that: those
+    under test are to have the handlers that a terminal gives them.
+    """
     torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

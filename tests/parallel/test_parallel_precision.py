@@ -2,7 +2,7 @@
 
 The model is tiny, for products in bfloat16 are slow on the CPU. One rounding to bfloat16 is 2⁻⁹ of
 a number; that is how far runs may lie apart that compute, or reduce, in different types. (They move
-five times as far.) Runs that differ only in how they are spread round the same numbers in the same
+further than that.) Runs that differ only in how they are spread round the same numbers in the same
 places, but where float32 round-off takes a number over the edge between two roundings; which is
 rare and small, so these lie ten times closer together.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runs import (
+    SMOOTH,
     Configurations,
     assert_same_bits,
     build_trainer,
@@ -32,12 +33,12 @@ from lipnext_scale.trainer import Trainer
 # Some channels must be shifted: without, the first forward pass gives the channels that the stem
 # pads with zeros nothing but rounding, and the gradient of their norm is a matter of chance.
 TINY = [
+    *SMOOTH,
     "model.depth=2",
     "model.width=8",
     "model.shift_ratio=0.25",
     "model.blocks_per_bank=1",
     "optim.lookahead=2",
-    "run.seed=1",
 ]
 STEPS = 5
 BF16, FP32 = "parallel.precision=bf16", "parallel.precision=fp32"
@@ -162,7 +163,7 @@ def run_each(
         ends[name] = joined([result.end for result in results])
         facts, tensors = stored(directory / f"{world_size} {name}")
         assert facts["step"] == STEPS
-        assert_same_bits(tensors, ends[name])  # float32 too: `stored` insists
+        assert_same_bits(tensors, ends[name])
     return ends
 
 
@@ -177,7 +178,7 @@ def single(directory: Path) -> Tensors:
     result = train_and_resume(directory / "single", BF16)
     start, end = joined([result.start]), joined([result.end])
     moved = tensor_errors({name: end[name] for name in start}, start)
-    assert moved["model"] > 5 * ONE_ROUNDING
+    assert moved["model"] > 2 * ONE_ROUNDING
     return end
 
 
