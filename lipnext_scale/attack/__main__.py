@@ -63,8 +63,8 @@ def _parser() -> ArgumentParser:
     whole = partial(parser.add_argument, type=int, metavar="N")
     parser.add_argument("--radii", nargs="+", help="radii to attack at, such as 36/255 0.5")
     whole("--samples", help="attack this many, evenly spaced (default: all)")
-    whole("--steps", default=20, help="of each attack (default 20)")
-    whole("--restarts", default=2, help="of each method (default 2)")
+    whole("--steps", default=100, help="of each attack (default 100; 20 are a quick look)")
+    whole("--restarts", default=5, help="of each method (default 5; 2 are a quick look)")
     parser.add_argument(
         "--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), help="default: all"
     )
