@@ -22,7 +22,6 @@ def check_run(recipe: Recipe, ranks: int, ranks_per_node: int) -> None:
     recipe.require_batch_for(ranks)
     choose_device(recipe.run.device, local_rank=ranks_per_node - 1)
     require_engine(recipe, ranks, ranks_per_node)
-    RunDirectory(recipe.run.dir).newest_checkpoint(recipe.run.checkpoint_format)
     # Not kept: its lock would stand in the way of other nodes' checks.
     RunDirectory(recipe.run.dir).require_free_or_same(recipe)
     model = recipe.model

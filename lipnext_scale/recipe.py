@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lipnext_scale import config as configuration
 from lipnext_scale.config import ConfigError, Told
@@ -12,7 +12,6 @@ from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.optim import OptimConfig
 from lipnext_scale.parallel import ParallelConfig
 
-CheckpointFormat = Literal["native", "deepspeed"]
 # Steps of one profile: a trace has every operator, some MB a step, and is in memory until it ends.
 PROFILE_LIMIT = 100
 
@@ -21,6 +20,7 @@ PROFILE_LIMIT = 100
 class RunConfig:
     """Where a run lives, how long it goes and what it tells."""
 
+    RETIRED: ClassVar = {"checkpoint_format": "native"}
     dir: str
     seed: int = 0
     # Start from the weights of this export instead of random ones.
@@ -42,10 +42,8 @@ class RunConfig:
     # The newest so many checkpoints stay, and every one whose step is a multiple of keep_every.
     keep_checkpoints: int = 2
     keep_every: int = 0
-    # Go on training while a checkpoint is written; in DeepSpeed's format training always waits.
+    # Go on training while a checkpoint is written.
     async_checkpoint: bool = True
-    # deepspeed: DeepSpeed's own, for its tools and the engine of that name alone.
-    checkpoint_format: CheckpointFormat = "native"
     # Steps between measurements of traffic and memory, beside the third of every start; 0: never.
     measure_every: int = 1000
     # What a device could do at best in the run's precision, for the MFU; 0: as the device's name
@@ -58,9 +56,8 @@ class RunConfig:
     profile_ranks: tuple[int, ...] = (0,)
     # Where the traces go; empty: RUN/profile.
     profile_dir: str = ""
-    # A loss or gradient that is not finite. fail: the run ends; skip: the batch makes no update;
-    # rollback: back to the weights of the newest checkpoint, and on behind the batch.
-    on_non_finite: Literal["fail", "skip", "rollback"] = "fail"
+    # A loss or gradient that is not finite. fail: the run ends; skip: the batch makes no update.
+    on_non_finite: Literal["fail", "skip"] = "fail"
     # So many such steps are let pass in the whole run.
     non_finite_limit: int = 10
     # Seconds without a step, a batch of an evaluation or a written part of a checkpoint, after
@@ -90,8 +87,6 @@ class RunConfig:
         for key in ("log_every", "keep_checkpoints"):
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "must be at least 1")
-        if self.on_non_finite == "rollback" and not self.checkpoint_every:
-            raise ConfigError("on_non_finite", "rollback", "needs checkpoint_every > 0")
         self._check_profile()
 
     def _check_profile(self) -> None:
@@ -116,7 +111,6 @@ CHANGEABLE = {
     "run.log_every",
     "run.eval_every",
     "run.checkpoint_every",
-    "run.checkpoint_format",
     "run.keep_checkpoints",
     "run.keep_every",
     "run.async_checkpoint",
@@ -167,10 +161,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.data.require_image_size(self.model.image_size)
-        format, engine = self.run.checkpoint_format, self.parallel.engine
-        if format == "deepspeed" and engine != "deepspeed":
-            right = f"needs parallel.engine = 'deepspeed', not {engine!r}"
-            raise ConfigError("run.checkpoint_format", format, right)
 
     def require_batch_for(self, world_size: int) -> None:
         """Every process takes an equal share of the batch, in equal parts."""

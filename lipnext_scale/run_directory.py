@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from lipnext_scale import config as configuration
-from lipnext_scale.checkpoint import latest_checkpoint, step_of
 from lipnext_scale.config import ConfigError
 from lipnext_scale.errors import UserError
 from lipnext_scale.faults.run_lock import RunLock
 from lipnext_scale.files import write_atomically
-from lipnext_scale.recipe import CHANGEABLE, CheckpointFormat, Recipe, load_recipe
+from lipnext_scale.recipe import CHANGEABLE, Recipe, load_recipe
 
 
 class RunDirectory:
@@ -20,7 +19,6 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
-        self.deepspeed_checkpoints = self.path / "checkpoints_deepspeed"
         self.summary = self.path / "summary.png"
         self.profile = self.path / "profile"
         self.checked_shards = self.path / "checked_shards.txt"
@@ -92,22 +90,6 @@ class RunDirectory:
                 f"run.dir = {str(self.path)!r}: holds a run with another configuration "
                 f"({key} = {old!r} there, {new!r} here); choose another run.dir or remove it"
             )
-
-    def checkpoints_of(self, format: CheckpointFormat) -> Path:
-        return self.checkpoints if format == "native" else self.deepspeed_checkpoints
-
-    def newest_checkpoint(self, format: CheckpointFormat) -> Path | None:
-        """Of this format. Where one of the other is newer, going on from it would lose steps."""
-        other: CheckpointFormat = "deepspeed" if format == "native" else "native"
-        ours, theirs = (latest_checkpoint(self.checkpoints_of(f)) for f in (format, other))
-        if theirs is not None and step_of(theirs) > (0 if ours is None else step_of(ours)):
-            start = "python" if format == "native" else "torchrun --nproc-per-node N"
-            raise UserError(
-                f"{self.path}: its newest checkpoint, of step {step_of(theirs)}, is in {other} "
-                f"format, not in {format}: {start} -m lipnext_scale.convert_checkpoint "
-                f"{self.path} --to {format}"
-            )
-        return ours
 
     def recipe(self) -> Recipe:
         """The configuration of the run that is here."""

@@ -21,17 +21,13 @@ from lipnext_scale.checkpoint import (
     load_pieces,
     newest_whole_checkpoint,
     read_facts,
-    verify_checkpoint,
 )
-from lipnext_scale.checkpoint.directory import complete_checkpoints
 from lipnext_scale.errors import RunFailed, UserError
 from lipnext_scale.faults.non_finite import NonFiniteSteps
-from lipnext_scale.heartbeat import beat
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import Optimizers, require_orthogonal
-from lipnext_scale.parallel import DeepSpeedEngine, Engine
+from lipnext_scale.parallel import Engine
 from lipnext_scale.parallel.pieces import checksums
-from lipnext_scale.parallel.zero_checkpoint import ZeroCheckpoints
 from lipnext_scale.recipe import RunConfig
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.weights import open_export, read_export
@@ -54,20 +50,17 @@ class RunState:
         model: LipNeXt,
         optimizers: Optimizers,
     ) -> None:
-        self._directory, self._engine = directory, engine
+        self._engine = engine
         self._model, self._optimizers = model, optimizers
         self._run, self.non_finite = run, NonFiniteSteps(run)
-        self._format = run.checkpoint_format
-        self._checkpoints = directory.checkpoints_of(self._format)
-        keep = run.keep_checkpoints, run.keep_every
-        group = engine.processes.checkpoint_group
-        self._writer = CheckpointWriter(self._checkpoints, *keep, group)
-        self._theirs: ZeroCheckpoints | None = None  # in place of the writer
-        if self._format == "deepspeed":
-            assert isinstance(engine, DeepSpeedEngine)
-            self._theirs = ZeroCheckpoints(self._checkpoints, *keep, engine, optimizers)
+        self._checkpoints = directory.checkpoints
+        self._writer = CheckpointWriter(
+            self._checkpoints,
+            run.keep_checkpoints,
+            run.keep_every,
+            engine.processes.checkpoint_group,
+        )
         self._told: BaseException | None = None
-        self._failed = False  # the last save, as a rollback found
 
     def save(self, step: int, loader: HasPosition) -> None:
         """Begin to write the checkpoint of `step`; training may go on at once.
@@ -75,7 +68,7 @@ class RunState:
         One that could not be written is told and let pass, since a full disk may have room again
         at the next. That one is waited for, and ends the run if it fails too.
         """
-        failed, self._failed = self._last_save_failed() or self._failed, False
+        failed = self._last_save_failed()
         self._optimizers.initialise_state()  # before the first step there is none
         facts: dict[str, Any] = {
             "loader": loader.state_dict(),
@@ -83,9 +76,6 @@ class RunState:
             "non_finite": self.non_finite.state_dict(),
             "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         }
-        if self._theirs is not None:
-            self._theirs.save(step, facts)
-            return
         pieces = self._engine.pieces(self._optimizers)
         self._require_equal_replicas(step, pieces)
         self._writer.save(step, pieces, facts, self._run.async_checkpoint and not failed)
@@ -139,7 +129,7 @@ class RunState:
 
     def resume(self, loader: HasPosition) -> int:
         """Take up the newest checkpoint; the step it is of, 0 where there is none."""
-        path = self._newest_checkpoint()
+        path = newest_whole_checkpoint(self._checkpoints, self._engine.processes.checkpoint_group)
         if path is None:
             if self._run.init_from:
                 self._start_from(Path(self._run.init_from))
@@ -151,22 +141,12 @@ class RunState:
         torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
         return facts["step"]
 
-    def _newest_checkpoint(self) -> Path | None:
-        processes = self._engine.processes
-        newest = processes.first_does(lambda: self._directory.newest_checkpoint(self._format))
-        if self._theirs is not None:  # which has no sums to be checked by
-            return newest
-        return newest_whole_checkpoint(self._checkpoints, processes.checkpoint_group)
-
     def _load(self, path: Path) -> dict[str, Any]:
         """Make weights and optimizers those of a checkpoint, whose files were verified."""
-        if self._theirs is not None:
-            facts = self._theirs.load(path)
-        else:
-            facts = read_facts(path)
-            pieces = self._engine.pieces(self._optimizers)
-            load_pieces(path, pieces, self._engine.processes.checkpoint_group)
-            self._engine.pieces_loaded(pieces, self._optimizers)
+        facts = read_facts(path)
+        pieces = self._engine.pieces(self._optimizers)
+        load_pieces(path, pieces, self._engine.processes.checkpoint_group)
+        self._engine.pieces_loaded(pieces, self._optimizers)
         updates = facts["step"] - _non_finite_in(facts)["missing"]
         self._optimizers.set_counters(updates, facts["optimizers"])
         return facts
@@ -175,32 +155,7 @@ class RunState:
         """Let step number `step` pass, which would have been one with `what`; the line to tell."""
         line = self.non_finite.add(step, what)
         self._engine.discard_gradients()
-        if self._run.on_non_finite == "rollback":
-            there = self.go_back(step)
-            return f"{line}; the weights are those of step {there} again, the data goes on"
-        self.non_finite.skip()
         return f"{line}; its batch was left out"
-
-    def go_back(self, step: int) -> int:
-        """After step number `step`, take weights and optimizers of the newest regular checkpoint.
-
-        Of those that a signal made there may be more or fewer in a run that was interrupted, so
-        they are taken only if there is no other. Returns the step it is of.
-        """
-        beat("the way back to a checkpoint", slow=True)
-        self._failed |= self._last_save_failed()
-        processes = self._engine.processes
-        found = processes.first_does(lambda: complete_checkpoints(self._checkpoints))
-        regular = [there for there in found if there % self._run.checkpoint_every == 0]
-        if not found:
-            raise RunFailed(f"step {step}: there is no checkpoint to go back to yet")
-        path = found[max(regular or found)]
-        if self._theirs is None:
-            verify_checkpoint(path, processes.checkpoint_group)
-        facts = self._load(path)
-        self._engine.weights_changed()
-        self.non_finite.gone_back(step, facts["step"], _non_finite_in(facts)["missing"])
-        return facts["step"]
 
     def _start_from(self, path: Path) -> None:
         """Weights out of an export of the same architecture; each process reads what it keeps."""

@@ -21,6 +21,7 @@ from lipnext_scale import config as configuration
 from lipnext_scale.checkpoint import (
     Piece,
     Pieces,
+    latest_checkpoint,
     load_pieces,
     stored_shapes,
     verify_checkpoint,
@@ -139,7 +140,7 @@ def load_run_model(directory: RunDirectory, checkpoint: Path | None = None) -> L
     """The model of a run's newest checkpoint, or of a given one, with the slow weights: the
     algorithm's output."""
     recipe = directory.recipe()
-    path = checkpoint or directory.newest_checkpoint("native")
+    path = checkpoint or latest_checkpoint(directory.checkpoints)
     if path is None:
         raise UserError(f"{directory.path}: has no checkpoint yet")
     verify_checkpoint(path)

@@ -125,11 +125,7 @@ def disk(recipe: Recipe, catalogs: list[Catalog]) -> Finding:
     train = next((catalog for catalog in catalogs if catalog.key == "data.train"), None)
     each = checkpoint_bytes(recipe)
     count = checkpoints_kept(recipe, len(train) if train is not None else 0)
-    there = sum(
-        f.stat().st_size
-        for f in directory.checkpoints_of(recipe.run.checkpoint_format).rglob("*")
-        if f.is_file()
-    )
+    there = sum(f.stat().st_size for f in directory.checkpoints.rglob("*") if f.is_file())
     needed = max(0, each * count - there)
     free = shutil.disk_usage(nearest_existing(directory.path)).free
     text = f"{count} checkpoint(s) of {size(each)}; {size(free)} free at {directory.path}"

@@ -3,11 +3,8 @@
 A step of the run is a batch of its data order. Whatever happens to it, the step, the schedule and
 the epochs go on with the data, so that they end where they would have:
 
-    fail      the run ends before the update
-    skip      the batch makes no update
-    rollback  weights and optimizers become those of the newest regular checkpoint, and the data
-              goes on behind the batch: what was learnt in between is given up, not repeated, for
-              the same batches would lead to the same place
+    fail  the run ends before the update
+    skip  the batch makes no update
 
 The optimizers count the updates that are in the weights, which so become fewer than the steps. All
 ranks decide by the same numbers.
@@ -53,14 +50,8 @@ class NonFiniteSteps:
                 f"after {self.count}; the weights were not updated"
             )
         self.count += 1
-        return f"warning: step {step}: {what} ({self.count} of at most {limit} such steps)"
-
-    def skip(self) -> None:
         self.missing += 1
-
-    def gone_back(self, step: int, to_step: int, missing_there: int) -> None:
-        """After step number `step` the weights are those of a checkpoint."""
-        self.missing = step - (to_step - missing_there)
+        return f"warning: step {step}: {what} ({self.count} of at most {limit} such steps)"
 
     def tell(self, told: dict[str, float | Tensor]) -> None:
         if self.run.on_non_finite != "fail":

@@ -134,9 +134,7 @@ class FollowedRun:
     def checkpoint(self) -> tuple[int, float] | None:
         """(step, age in seconds) of the newest complete one."""
         try:
-            found = complete_checkpoints(
-                self.directory.checkpoints_of(self.recipe.run.checkpoint_format)
-            )
+            found = complete_checkpoints(self.directory.checkpoints)
             return max((s, time.time() - path.stat().st_mtime) for s, path in found.items())
         except (OSError, ValueError):  # there is none, or it has just been removed for a newer one
             return None

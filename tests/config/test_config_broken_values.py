@@ -61,10 +61,6 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "off is a bool": (["model.activation=off"], ["model.activation = False", "beta_abs, minmax"]),
     "unknown rule": (["optim.exp_rule=exact"], ["optim.exp_rule = 'exact'", "paper, bounded"]),
     "unknown engine": (["parallel.engine=magic"], ["parallel.engine = 'magic'", "single"]),
-    "format of another engine": (
-        ["run.checkpoint_format=deepspeed", "parallel.engine=fsdp"],
-        ["run.checkpoint_format = 'deepspeed'", "needs parallel.engine = 'deepspeed', not 'fsdp'"],
-    ),
     "unknown device": (["run.device=tpu"], ["run.device = 'tpu'", "auto, cpu, cuda"]),
     "list for a choice": (["model.parametrisation=[product]"], ["parametrisation = ['product']"]),
     # ranges

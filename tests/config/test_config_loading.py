@@ -309,3 +309,11 @@ def test_differences_of_equal_recipes_are_none():
     assert configuration.differences(
         recipe, dataclasses.replace(recipe, model=LipNeXtConfig(width=64))
     ) == {"model.width": (1024, 64)}
+
+
+def test_a_setting_that_is_no_more_is_taken_from_older_runs_with_its_only_value() -> None:
+    """config.yaml of a run from before goes on; another value is refused as an unknown key."""
+    needed = ["run.dir=a", "data.train=b", "data.test=c"]
+    assert load_recipe(None, [*needed, "run.checkpoint_format=native"]) == load_recipe(None, needed)
+    with pytest.raises(ConfigError, match=r"run\.checkpoint_format = 'deepspeed': unknown key"):
+        load_recipe(None, [*needed, "run.checkpoint_format=deepspeed"])

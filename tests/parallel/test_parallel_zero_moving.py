@@ -34,7 +34,6 @@ from test_parallel_moving import (
 from lipnext_scale.certify import Certifier
 from lipnext_scale.checkpoint import Pieces
 from lipnext_scale.data import read_samples
-from lipnext_scale.errors import UserError
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.weights import load_run_model, save_export, stable_parameters
 
@@ -144,24 +143,6 @@ def test_stopping_and_resuming_changes_no_bit(tmp_path: Path) -> None:
         undisturbed, expected = stored(straight / name)
         assert facts == undisturbed
         assert_same_bits(tensors, expected)
-
-
-def apart(rank: int, world_size: int, directory: Path) -> str:
-    """What a run says whose ranks do not see each other's directory."""
-    theirs = [*ZERO[2], "run.checkpoint_format=deepspeed", "run.max_steps=2"]
-    with pytest.raises(UserError) as refused:
-        build_trainer(directory / f"of rank {rank}", *theirs).run()
-    return str(refused.value)
-
-
-def test_a_checkpoint_in_deepspeeds_format_has_the_files_of_all_ranks(tmp_path: Path) -> None:
-    """On machines with run directories of their own it would be found wanting when it is needed."""
-    for said in run_processes(2, apart, tmp_path):
-        assert said.endswith(
-            "zero_pp_rank_1_mp_rank_00_optim_states.pt of process 1 is not to be seen from "
-            "the first: all processes need the same directory"
-        )
-    assert not [p for p in tmp_path.rglob("step-*") if not p.name.endswith(".partial")]
 
 
 def own_group(rank: int, world_size: int, directory: Path) -> bool:

@@ -103,7 +103,7 @@ def test_data_prep_shares_only_the_shard_format():
 
 def test_nothing_imports_the_commands():
     """train.py, export.py and the __main__ files are entries: they parse, build and run."""
-    names = ("train", "export", "plan", "watch", "convert_checkpoint")
+    names = ("train", "export", "plan", "watch")
     commands = [f"lipnext_scale.{name}" for name in names]
     for module in modules():
         for found in own_imports(module):
