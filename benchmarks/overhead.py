@@ -49,7 +49,6 @@ OFF = [
     "run.log_every=1000000000",
     "run.per_depth=false",
     "run.watch_every=0",
-    "run.measure_every=0",
     "run.hang_timeout=0",
 ]
 DEFAULTS: list[str] = []
@@ -89,7 +88,7 @@ class Loop:
         for _ in range(count):
             batch = next(self._batches)
             begun = process_time()
-            with observer.step(trainer.step + 1) as measured:
+            with observer.step(trainer.step + 1):
                 stepping = process_time()
                 values = trainer.train_step(batch)
                 stepped = process_time()
@@ -97,7 +96,7 @@ class Loop:
             trainer.state.tell_failure()
             trainer.state.non_finite.tell(values)
             self.seconds["guards"] += process_time() - stepped
-            observer.after_step(trainer.step, values, measured.values)
+            observer.after_step(trainer.step, values)
             self.seconds["around"] += process_time() - begun - (stepped - stepping)
             self.seconds["step"] += stepped - stepping
 
@@ -109,7 +108,7 @@ class Loop:
         told = {
             "gradient, step and drift by block": by_block,
             "watched subset": subset,
-            "records, lines, measurements": self.seconds["around"] - subset - guards,
+            "records, lines": self.seconds["around"] - subset - guards,
             "guards": finite + guards,
         }
         return {name: seconds / alone for name, seconds in told.items()}

@@ -26,8 +26,7 @@ from lipnext_scale.losses import class_distances, emma_loss
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.optim import OptimConfig
 from lipnext_scale.parallel import Engine, ParallelConfig, build_engine
-from lipnext_scale.parallel.measuring import training_memory
-from lipnext_scale.parallel.timeline import MeasureExposure
+from lipnext_scale.parallel.memory import training_memory
 from lipnext_scale.parallel.traffic import CountTraffic
 
 IMAGES, SIDE, PATCH = 16, 16, 4  # for each process
@@ -85,22 +84,18 @@ def slowest(own: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def describe(name: str, variant: Variant) -> list[str]:
-    """A row of the table: MB sent in either half, MB held, and what of it was waited for."""
-    counted, exposures = [], []
+    """A row of the table: MB sent in either half, MB held."""
+    counted = []
     for half in (variant.gradients, variant.update):
         dist.barrier()
-        with MeasureExposure(torch.device("cpu")) as measured, CountTraffic() as traffic:
+        with CountTraffic() as traffic:
             half()
         counted.append(traffic.total_bytes / 1e6)
-        exposures.append(measured.exposure)
     held = training_memory(variant.engine, variant.optimizers).total / 1e6
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (*counted, held))
     columns = [max(rank[i] for rank in everyone) for i in range(3)]
-    exposed = 1e3 * sum(exposure.exposed_s for exposure in exposures)
-    overlapped = 1e3 * sum(exposure.overlapped_s for exposure in exposures)
-    cells = [*(f"{value:14.2f}" for value in columns), f"{exposed:14.1f}", f"{overlapped:14.1f}"]
-    return [f"  {name:<26}", *cells]
+    return [f"  {name:<26}", *(f"{value:14.2f}" for value in columns)]
 
 
 def rank_main(rank: int, ranks: int, store: str, model: LipNeXtConfig, rounds: int) -> None:
@@ -125,8 +120,8 @@ def rank_main(rank: int, ranks: int, store: str, model: LipNeXtConfig, rounds: i
     say("\nboth")
     if rank == 0:
         print_rows(both, "fsdp bank")
-    say("\nlargest rank: MB sent in a step, MB of parameters, gradients and state; rank 0: ms")
-    titles = ["passes, sent", "update, sent", "held", "exposed", "overlapped"]
+    say("\nlargest rank: MB sent in a step, MB of parameters, gradients and state")
+    titles = ["passes, sent", "update, sent", "held"]
     say(f"  {'':<26}" + "".join(f"{title:>14}" for title in titles))
     for name, variant in variants.items():
         say("".join(describe(name, variant)))

@@ -107,9 +107,10 @@ def from_dict(cls: type[T], values: Any, section: str = "") -> T:
     if not isinstance(values, dict):
         raise ConfigError(section or "configuration", values, "must be a mapping of keys to values")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    # Settings that are no more, in files of older runs, with the value that is now the only one.
-    retired = getattr(cls, "RETIRED", {}).items()
-    values = {key: value for key, value in values.items() if (key, value) not in retired}
+    # Settings that are no more, in files of older runs: with the value that is now the only one, or
+    # (...) with any.
+    retired = getattr(cls, "RETIRED", {})
+    values = {k: v for k, v in values.items() if k not in retired or retired[k] not in (v, ...)}
     for key, value in values.items():
         if key not in fields:
             raise ConfigError(_join(section, str(key)), value, _unknown_key(str(key), cls, section))

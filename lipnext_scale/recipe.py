@@ -20,7 +20,7 @@ PROFILE_LIMIT = 100
 class RunConfig:
     """Where a run lives, how long it goes and what it tells."""
 
-    RETIRED: ClassVar = {"checkpoint_format": "native"}
+    RETIRED: ClassVar = {"checkpoint_format": "native", "measure_every": ...}
     dir: str
     seed: int = 0
     # Start from the weights of this export instead of random ones.
@@ -44,8 +44,6 @@ class RunConfig:
     keep_every: int = 0
     # Go on training while a checkpoint is written.
     async_checkpoint: bool = True
-    # Steps between measurements of traffic and memory, beside the third of every start; 0: never.
-    measure_every: int = 1000
     # What a device could do at best in the run's precision, for the MFU; 0: as the device's name
     # says, where that is known.
     peak_tflops: float = 0.0
@@ -73,7 +71,6 @@ class RunConfig:
             "eval_every",
             "checkpoint_every",
             "keep_every",
-            "measure_every",
             "watch_samples",
             "watch_every",
             "peak_tflops",
@@ -114,7 +111,6 @@ CHANGEABLE = {
     "run.keep_checkpoints",
     "run.keep_every",
     "run.async_checkpoint",
-    "run.measure_every",
     "run.peak_tflops",
     "run.per_depth",
     "run.profile_dir",

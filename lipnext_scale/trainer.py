@@ -181,12 +181,12 @@ class Trainer:
 
     def _loop(self) -> None:
         for batch in self.loader:
-            with self.observer.step(self.step + 1) as measured:
+            with self.observer.step(self.step + 1):
                 values = self.train_step(batch)
             beat()
             self.state.tell_failure()
             self.state.non_finite.tell(values)
-            self.observer.after_step(self.step, values, measured.values)
+            self.observer.after_step(self.step, values)
             if batch.last_of_epoch and self._evaluation_is_due(batch.epoch):
                 self.observer.evaluate(self.step)
             done = self.step == self.last_step

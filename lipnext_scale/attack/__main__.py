@@ -18,6 +18,7 @@ from lipnext_scale.attack.report import Facts, Report, violation_arrays
 from lipnext_scale.certify import Certifier
 from lipnext_scale.certify.chunks import Arrays, shared_blocks, work_through
 from lipnext_scale.certify.figures import parse_radii
+from lipnext_scale.certify.radius import PROOF
 from lipnext_scale.certify.subject import Subject, add_arguments, open_subject
 from lipnext_scale.config import as_float
 from lipnext_scale.cpu import keep_freed_memory
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         results = work_through(
             subject.test,
             subject.out,
-            [*subject.identity(), repr(facts)],
+            [PROOF, *subject.identity(), repr(facts)],
             partial(_attack_batch, Attacker(certifier, settings), inside, epsilons),
             processes,
             "attack",

@@ -27,7 +27,7 @@ from lipnext_scale.certify.chunks import Arrays, shared_blocks, work_through
 from lipnext_scale.certify.figures import parse_radii
 from lipnext_scale.certify.layers import BlockFacts, network_bound
 from lipnext_scale.certify.paper import comparison_text
-from lipnext_scale.certify.radius import nominal_radii
+from lipnext_scale.certify.radius import PROOF, nominal_radii
 from lipnext_scale.certify.report import ReportInputs, draw_curve, draw_examples, write_report
 from lipnext_scale.certify.results import SampleResults
 from lipnext_scale.certify.subject import Subject, add_arguments, open_subject
@@ -81,7 +81,8 @@ def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Proce
     dtype = getattr(torch, arguments.dtype)
     blocks = shared_blocks(subject.model.to(processes.device, _measured(dtype)), processes)
     proof, radii = _radii_of(subject.model.to(dtype), blocks)
-    what = ["certify", arguments.dtype, repr(proof.lipschitz_bound), *subject.identity()]
+    # All that a radius depends on: chunks of an older proof must not be taken up by a newer one.
+    what = ["certify", PROOF, arguments.dtype, repr(proof), *subject.identity()]
     work = partial(_work, radii)
     arrays = work_through(subject.test, subject.out, what, work, processes, title="certify")
     if processes.rank:

@@ -4,22 +4,26 @@ certifier = Certifier.load("digits.safetensors")
 labels, radii = certifier(images)
 """
 
+import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from lipnext_scale.certify.layers import BlockFacts, measure_blocks
 from lipnext_scale.certify.loading import load_model
 from lipnext_scale.certify.radius import certified_margins, guarantee
 from lipnext_scale.models import LipNeXt
 
+HASHED_AT_ONCE = 1 << 24
+
 
 class Certifier:
     """model: in float32 or float64, the arithmetic that is certified.
 
-    blocks: the facts of its blocks if they are known. lipschitz: a number to take for K instead of
-    the proven bound, for experiments: the radii are then no certificate.
+    blocks: the facts of its blocks if they are known; they are trusted. lipschitz: a number to take
+    for K instead of the proven bound, for experiments: the radii are then no certificate.
     """
 
     def __init__(
@@ -32,7 +36,7 @@ class Certifier:
         self.model = model.eval()
         self.assumed = lipschitz is not None
         self._known = guarantee(model, blocks or measure_blocks(model), lipschitz)
-        self._weights = weights_seen(model)
+        self._seen = fingerprint(model)
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "Certifier":
@@ -60,7 +64,7 @@ class Certifier:
         No image within a label's radius, in the l2 norm of pixels in [0, 1], has another label.
         """
         require_certifiable(self.model)
-        if weights_seen(self.model) != self._weights:
+        if fingerprint(self.model) != self._seen:
             raise ValueError("the weights have changed since K was computed: make a new Certifier")
         device = self.model.head.weight.device
         if isinstance(images, Tensor) and images.dtype == torch.uint8:
@@ -98,6 +102,11 @@ def require_certifiable(model: LipNeXt) -> None:
         raise ValueError(
             f"a certificate needs weights and a forward pass in float32 or in float64, not {names}"
         )
+    hooks = [*_global_forward_hooks, *_global_forward_pre_hooks]
+    for module in model.modules():
+        hooks += [*module._forward_hooks, *module._forward_pre_hooks]
+    if hooks:
+        raise ValueError("a certificate needs a model without forward hooks: they may change it")
     if dtypes == {torch.float32}:
         precision = product_precision(model.head.weight.device.type)
         if precision not in ("ieee", "none", "highest"):
@@ -108,20 +117,33 @@ def require_certifiable(model: LipNeXt) -> None:
 
 
 def product_precision(device_type: str) -> str:
-    """What torch makes of float32 operands, asked for in the new way and, before 2.9, in the old.
+    """What is made of float32 operands, asked for in torch's new way and, before 2.9, in the old.
 
     The new one knows what was set in the old way; the old one raises after the new was used.
     """
+    for name in ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"):
+        if os.environ.get(name, "STRICT").upper() != "STRICT":
+            return f"{name}={os.environ[name]}"
+    if device_type == "cuda" and os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":
+        return "NVIDIA_TF32_OVERRIDE"
     backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
     new = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
     return new if new is not None else torch.get_float32_matmul_precision()
 
 
-def weights_seen(model: LipNeXt) -> list[tuple[int, int]]:
-    """Changes when weights do: torch's count of writes, which `.data` evades, and a sum of bits."""
-    found = []
+@torch.no_grad()
+def fingerprint(model: LipNeXt) -> list[object]:
+    """Changes when the function does: the architecture, and a hash of all bits and their places.
+
+    A hash, for torch's own count of writes does not see those to `.data`.
+    """
+    found: list[object] = [model.config, *(group.spec for group in model.block_groups())]
     for parameter in model.parameters():
-        bits = torch.int64 if parameter.dtype == torch.float64 else torch.int32
-        total = parameter.detach().view(bits).sum(dtype=torch.int64)
-        found.append((0 if parameter.is_inference() else parameter._version, int(total)))
+        words = parameter.detach().reshape(-1).view(torch.int32)
+        for start in range(0, len(words), HASHED_AT_ONCE):
+            part = words[start : start + HASHED_AT_ONCE]
+            factors = torch.arange(start + 1, start + 1 + len(part), device=part.device)
+            factors = factors * 0x1E3779B97F4A7C15  # and what overflows is dropped
+            factors = (factors ^ (factors >> 29)) | 1
+            found.append(int((part * factors).sum()))
     return found

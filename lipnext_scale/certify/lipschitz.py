@@ -22,7 +22,8 @@ def spectral_norm_bound(matrix: Tensor) -> float:
     deviation.diagonal().sub_(1)
     # |fl(XᵀX) - XᵀX| ≤ γ·|X|ᵀ|X| entry by entry, whose Frobenius norm is at most γ·‖X‖_F²; taking
     # 1 off the diagonal rounds each of its entries once more.
-    slack = gamma(x.shape[-2]) * frobenius_above(x) ** 2
+    frobenius = frobenius_above(x)
+    slack = gamma(x.shape[-2]) * frobenius * frobenius
     slack += 2 * UNIT_ROUNDOFF * deviation.diagonal().abs().max().item()
     return above(math.sqrt(above(1 + gram_bound(deviation) + slack)))
 

@@ -75,7 +75,8 @@ def feature_rounding(
 
     flushed = 2 * math.sqrt(numbers) * tiny  # by one addition to every number
     norm = Affine(0.0, 1.0)  # of the exact values; ‖x‖ ≤ ‖x - ½‖ + ½·√pixels
-    error = Affine(unit * math.sqrt(pixels) / 2 + flushed, 2 * unit)  # p/255, then - ½
+    # p/255 may round twice, for CUDA multiplies by a rounded 1/255; then - ½.
+    error = Affine(unit * math.sqrt(pixels) + flushed, 3 * unit)
     largest = norm + error
     for block in blocks:
         if block.pos:

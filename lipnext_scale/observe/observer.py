@@ -1,9 +1,9 @@
 """All that a run tells of itself, and when; the trainer only says what happens.
 
-    step            around a step: it may be profiled, or its traffic and memory measured
+    step            around a step: it may be profiled
     gradients_made  the gradients are there, and not yet clipped
     weights_moved   the step is taken, and not yet retracted
-    after_step      the interval's record and line, measurements, the watched subset
+    after_step      the interval's record and line, the watched subset
     evaluate        scores of the whole test set
     finish          the summary picture
     close           files are closed, also where an error ends the run
@@ -27,7 +27,6 @@ from lipnext_scale.observe.profiling import ProfileWindow, require_reachable_win
 from lipnext_scale.observe.scores import Scores
 from lipnext_scale.optim import Optimizers
 from lipnext_scale.parallel import Engine
-from lipnext_scale.parallel.measuring import StepMeasurement
 from lipnext_scale.parallel.per_depth import DepthMeter
 from lipnext_scale.progress import Progress
 from lipnext_scale.recipe import Recipe
@@ -116,14 +115,11 @@ class Observer:
     # A step
 
     @contextmanager
-    def step(self, number: int) -> Iterator[StepMeasurement]:
+    def step(self, number: int) -> Iterator[None]:
         """Around the step of this number, the first of which is 1."""
         self._by_depth = self._run.per_depth and self._is_logged(number)
         self._profile.begin(number)
-        # Measuring needs torch's profiler for itself. It asks nothing of other ranks.
-        measured = self._is_measured(number) and not self._profile.is_open
-        with StepMeasurement(self._engine, self._optimizers, measured) as measurement:
-            yield measurement
+        yield
         self._profile.end(number)
         self._progress.advance()
 
@@ -138,7 +134,7 @@ class Observer:
         if self._by_depth:
             self._depth.note_matrices(updates)
 
-    def after_step(self, number: int, values: Values, measured: dict[str, float]) -> None:
+    def after_step(self, number: int, values: Values) -> None:
         """Tell what there is to tell; all ranks together."""
         told: dict[str, float] = {}
         if self._is_logged(number):
@@ -152,8 +148,7 @@ class Observer:
                 scores = self.scores.of_subset(self._run.watch_samples)
             self._progress.say(score_line(scores))
             told |= scores
-        for record in (told, measured):
-            self._write(number, record)
+        self._write(number, told)
 
     def evaluate(self, number: int) -> None:
         """Tell the scores of the whole test set; all ranks together."""
@@ -195,8 +190,3 @@ class Observer:
     def _is_watched(self, number: int) -> bool:
         every = self._run.watch_every if self._run.watch_samples else 0
         return bool(every) and number % every == 0
-
-    def _is_measured(self, number: int) -> bool:
-        every = self._run.measure_every
-        # The first steps of a process also make buffers and, with DDP, settle their order.
-        return bool(every) and (number == self._started_at + 3 or number % every == 0)

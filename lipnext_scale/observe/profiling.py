@@ -37,11 +37,6 @@ class ProfileWindow:
         self._profiler: profile | None = None
         self._traced: list[int] = []
 
-    @property
-    def is_open(self) -> bool:
-        """Whether torch's profiler runs, of which a process can have one."""
-        return self._profiler is not None
-
     def begin(self, step: int) -> None:
         """Before the step of this number, the first of which is 1."""
         if step not in self._steps:

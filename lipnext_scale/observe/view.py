@@ -132,8 +132,6 @@ def _costs(run: FollowedRun) -> str:
     ):
         if tag in told:
             words.append(name.format(told[tag]))
-    if sent := told.get("traffic/total_mb"):
-        words.append(f"{sent:,.0f} MB sent a step")
     return "  ".join(words)
 
 

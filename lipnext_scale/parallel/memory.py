@@ -1,41 +1,46 @@
-"""What a rank keeps in memory from step to step, by purpose, and its peak."""
+"""What a rank keeps in memory from step to step, by purpose."""
 
-import re
-import resource
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lipnext_scale.optim import Optimizers
+from lipnext_scale.parallel.engine import Engine
+
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on this rank. `peak` is the process's highest yet, activations and all."""
+    """Bytes on this rank that last from step to step."""
 
     parameters: int
     gradients: int
     optimizer: int
-    peak: int
 
     @property
     def total(self) -> int:
-        """What lasts from step to step: all but the peak."""
         return self.parameters + self.gradients + self.optimizer
 
-    def as_metrics(self) -> dict[str, float]:
-        """Scalars for `Metrics`; mega is 10⁶ and giga 10⁹."""
-        return {
-            "memory/parameters_mb": self.parameters / 1e6,
-            "memory/gradients_mb": self.gradients / 1e6,
-            "memory/optimizer_mb": self.optimizer / 1e6,
-            "memory/total_mb": self.total / 1e6,
-            "memory/peak_gb": self.peak / 1e9,
-        }
+
+def training_memory(engine: Engine, optimizers: Optimizers) -> Memory:
+    """This rank's bytes of parameters, gradients and optimizer state.
+
+    The owners' matrices of the row layout count as optimizer state: the model has rows beside them.
+    DeepSpeed frees gradients in its step, so that none are left to count; buffers that it keeps for
+    them are its own affair and not counted.
+    """
+    owned = engine.owned_matrices()
+    states: list[Mapping[Any, Any]] = [optimizers.euclidean.state]
+    if owned is None:
+        states.append(optimizers.manifold.state)  # type: ignore[attr-defined]
+    else:
+        states += [
+            {"matrix": matrix, **owned.state_of(name)} for name, matrix in owned.owned.items()
+        ]
+    return memory_per_rank(engine.held_weights(), states)
 
 
 def memory_per_rank(
@@ -54,26 +59,7 @@ def memory_per_rank(
         parameters=_new_bytes(kept, seen),
         gradients=_new_bytes([parameter.grad for parameter in kept], seen),
         optimizer=_new_bytes([list(state.values()) for state in states], seen),
-        peak=peak_memory({parameter.device for parameter in kept}),
     )
-
-
-def peak_memory(devices: Iterable[torch.device]) -> int:
-    """The most bytes yet: allocated on the GPUs among `devices`, or without any resident in RAM."""
-    gpus = [device for device in devices if device.type == "cuda"]
-    if gpus:
-        return sum(torch.cuda.max_memory_allocated(device) for device in gpus)
-    return _peak_resident()
-
-
-def _peak_resident() -> int:
-    status = Path("/proc/self/status")
-    found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.M) if status.exists() else None
-    if found:
-        return int(found[1]) * 1024
-    # Not every kernel tells it there. This one may count what was before an exec, too.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _new_bytes(value: Any, seen: set[tuple[torch.device, int]]) -> int:

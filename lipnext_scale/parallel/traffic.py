@@ -3,7 +3,7 @@
     with CountTraffic() as traffic:
         loss.backward()
         optimizer.step()
-    print(traffic.table())
+    print(traffic.collectives, traffic.total_bytes)
 
 Whoever communicates (FSDP2, DDP's reducer, DTensor, our own exchange) does so by an operator of the
 dispatcher that takes the process group, and there each call is seen once, in the backward pass too.
@@ -61,32 +61,6 @@ class Traffic:
 
     def add(self, name: str, collective: Collective) -> None:
         self.collectives[name] = self.collectives.get(name, Collective()) + collective
-
-    def merge(self, other: "Traffic") -> "Traffic":
-        """Both together, of two regions or of two ranks; neither is changed."""
-        merged = Traffic(dict(self.collectives))
-        for name, collective in other.collectives.items():
-            merged.add(name, collective)
-        return merged
-
-    def as_metrics(self) -> dict[str, float]:
-        """Scalars for `Metrics`; a megabyte is 10⁶ bytes."""
-        metrics: dict[str, float] = {}
-        for name, collective in sorted(self.collectives.items()):
-            metrics[f"traffic/{name}_mb"] = collective.bytes_sent / 1e6
-            metrics[f"traffic/{name}_calls"] = float(collective.calls)
-        metrics["traffic/total_mb"] = self.total_bytes / 1e6
-        return metrics
-
-    def table(self) -> str:
-        """Lines for a terminal, the largest first."""
-        rows = sorted(self.collectives.items(), key=lambda row: -row[1].bytes_sent)
-        total = sum((collective for _, collective in rows), Collective())
-        lines = [f"{'collective':<16}{'calls':>8}{'MB sent':>14}"]
-        for name, collective in [*rows, ("total", total)]:
-            megabytes = collective.bytes_sent / 1e6
-            lines.append(f"{name:<16}{collective.calls:>8}{megabytes:>14.3f}")
-        return "\n".join(lines)
 
 
 class CountTraffic(TorchDispatchMode):

@@ -47,7 +47,8 @@ def exact_features(model: LipNeXt, images: torch.Tensor, number=extended) -> np.
 
 def exact_logits(model: LipNeXt, images: torch.Tensor, number=extended) -> np.ndarray:
     rows = number(model.head.weight)
-    rows = rows / root((rows * rows).sum(axis=1))[:, None]
+    norms = root((rows * rows).sum(axis=1))
+    rows = rows / np.where(norms == 0, 1, norms)[:, None]
     return exact_features(model, images, number) @ rows.T + number(model.head.bias)
 
 

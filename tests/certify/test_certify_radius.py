@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipnext_scale.certify import Certifier, SampleResults, certified_radii
@@ -32,7 +34,7 @@ def test_radii_follow_the_formula_class_by_class() -> None:
             for j in range(5)
             if j != label
         )
-        assert abs(radius.item() - expected) < 1e-12
+        assert abs(radius.item() - expected) < 1e-10
 
 
 def test_the_bound_is_computed_when_it_is_not_given() -> None:
@@ -84,6 +86,7 @@ def test_certified_accuracy_counts_what_is_right_and_far_enough() -> None:
     assert results.of_class(0).share() == 0.5
 
 
+@settings(deadline=None)
 @given(total=st.integers(1, 50_000), share=st.floats(0, 1))
 def test_the_interval_is_around_the_share_and_shrinks_with_its_root(total, share) -> None:
     hits = round(share * total)
@@ -117,18 +120,43 @@ def test_a_forward_pass_in_bfloat16_is_refused_when_made_and_when_called() -> No
             attempt()
 
 
-@pytest.mark.parametrize("through_data", [False, True])
-def test_weights_that_change_after_k_was_computed_are_noticed(through_data: bool) -> None:
-    """K, rounding and head would be those of the old weights; `.data` evades torch's own count."""
-    model, images = small_model(), torch.rand(2, 1, 8, 8).double()
+CHANGES: dict[str, Callable[[LipNeXt], object]] = {
+    "scaled": lambda model: model.groups[0].bank[1].mul_(2),
+    "scaled behind torch's back": lambda model: model.groups[0].bank.data[1].mul_(2),
+    "signs": lambda model: model.groups[0].bank.data[0].abs_(),
+    "negated": lambda model: model.head.weight.data[0].neg_(),
+    "swapped": lambda model: model.head.weight.data.copy_(model.head.weight.data.flip(0)),
+    "another function": lambda model: setattr(
+        model.groups[0], "spec", replace(model.groups[0].spec, parametrisation="merged")
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_changes_after_k_was_computed_is_noticed(
+    name: str, dtype: torch.dtype
+) -> None:
+    """K, rounding and head would be those of the old weights."""
+    model, images = small_model().to(dtype), torch.rand(2, 1, 8, 8).to(dtype)
     certifier = Certifier(model)
     certifier(images)
     with torch.no_grad():
-        bank = model.groups[0].bank
-        (bank.data if through_data else bank)[1].mul_(2)
+        CHANGES[name](model)
     with pytest.raises(ValueError, match="have changed"):
         certifier(images)
     Certifier(model)(images)
+
+
+def test_hooks_are_refused() -> None:
+    """They would change `model(x)`, or what is certified, and K would not know."""
+    for place in (lambda m: m, lambda m: m.groups[0], lambda m: m.head):
+        model = small_model()
+        certifier = Certifier(model)
+        place(model).register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+        for attempt in (lambda: Certifier(model), lambda: certifier(torch.rand(2, 1, 8, 8))):  # noqa: B023
+            with pytest.raises(ValueError, match="hooks"):
+                attempt()
 
 
 REDUCED = [
@@ -170,10 +198,10 @@ for line in sys.argv[1:]:
 
 def test_head_rows_that_cannot_be_normalised_are_refused() -> None:
     """In float32 the square of 1e30 is infinite; below 1e-12 F.normalize does not normalise."""
-    for norm in (1e30, 1e-20):
-        model = small_model().float()
+    for norm, dtype in ((1e30, torch.float32), (1e-20, torch.float32), (1e-170, torch.float64)):
+        model = small_model().to(dtype)
         with torch.no_grad():
-            model.head.weight[3] = norm
+            model.head.weight[3] = norm  # the squares of the last are 0
         with pytest.raises(UserError, match=r"head.weight: row 3 has norm"):
             Certifier(model)
 

@@ -3,6 +3,9 @@
 test_certify_fuzz.py tries many networks. Here are those that once broke a certificate.
 """
 
+from dataclasses import replace
+from fractions import Fraction
+
 import mpmath
 import numpy as np
 import pytest
@@ -12,7 +15,8 @@ from test_certify_fuzz import align, norm, null_space, steep
 
 from lipnext_scale.certify import Certifier, lipschitz_bound
 from lipnext_scale.certify.layers import measure_blocks
-from lipnext_scale.certify.rounding import FeatureRounding, feature_rounding
+from lipnext_scale.certify.radius import certified_margins
+from lipnext_scale.certify.rounding import Affine, FeatureRounding, feature_rounding
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -82,6 +86,102 @@ def cancelling(dtype: torch.dtype) -> tuple[LipNeXt, torch.Tensor]:
     return model, torch.rand(4, 1, 4, 4, generator=generator).to(dtype)
 
 
+def worst_case(model: LipNeXt, byte: int) -> mpmath.mpf:
+    """The error of features where every operation rounds upwards by as much as it may.
+
+    For constant, positive weights: then all channels of all tokens are one number.
+    """
+    config, up = model.config, 1 + mpmath.mpf(torch.finfo(model.head.weight.dtype).eps) / 2
+    width, tokens = config.width, (config.image_size // config.patch_size) ** 2
+    group = model.block_groups()[0]
+
+    def features(up: mpmath.mpf) -> mpmath.mpf:
+        x = (mpmath.mpf(byte) / 255 * up**2 - 0.5) * up
+        for index in range(config.depth):
+            rotation, weight = (mpmath.mpf(m[0, 0].item()) for m in group.bank[2 * index :][:2])
+            if config.parametrisation == "product":
+                weight *= width * rotation * up**width
+            x = (x + mpmath.mpf(group.pos[index][0, 0].item())) * up
+            x = width * rotation * x * up**width
+            x = (width * weight * x + mpmath.mpf(group.bias[index][0].item())) * up ** (width + 1)
+        return x * mpmath.sqrt(tokens * up**tokens) * up
+
+    return mpmath.sqrt(width) * (features(up) - features(mpmath.mpf(1)))
+
+
+# (depth, width, image, patch, pos, bias): each has another part of the bound that cannot be missed.
+WORST = {
+    "pixels": (1, 1, 1, 1, 0.0, 0.0),
+    "pos": (1, 16, 4, 4, 1e3, 0.0),
+    "bias": (1, 16, 4, 4, 0.0, 1e6),
+    "pooling": (1, 1, 64, 1, 0.0, 0.0),
+    "products": (4, 64, 8, 8, 0.0, 0.0),
+    "blocks": (8, 1, 1, 1, 1.0, 0.0),
+    "all": (3, 16, 16, 4, 1.0, 1.0),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("parametrisation", ["product", "merged"])
+@pytest.mark.parametrize("name", WORST)
+def test_the_worst_arithmetic_is_within_the_bound(
+    dtype: torch.dtype, parametrisation: str, name: str
+) -> None:
+    """And takes a good part of it: a term that was forgotten would show."""
+    depth, width, side, patch, pos, bias = WORST[name]
+    config = LipNeXtConfig(depth, width, side, patch, 1, 2, parametrisation=parametrisation)
+    model = LipNeXt(config, 0).to(dtype)
+    with torch.no_grad():
+        group = model.groups[0]
+        # Of norm 2, whose bound is exact.
+        group.bank.fill_(2 / width)
+        group.pos.fill_(pos)
+        group.bias.fill_(bias)
+    image = torch.full((1, 1, side, side), 200 / 255, dtype=torch.float64)
+    with mpmath.workdps(60):
+        share = float(worst_case(model, 200) / bound_at(model, image)[0])
+    assert 0.4 < share <= 1
+
+
+def test_every_byte_through_a_network_of_one_number() -> None:
+    """Nothing but the rounding of pixels, to which the bound is closest here."""
+    for dtype in (torch.float32, torch.float64):
+        config = LipNeXtConfig(1, 1, 1, 1, 1, 2, parametrisation="merged")
+        model = LipNeXt(config, 0).to(dtype)
+        with torch.no_grad():
+            model.groups[0].bank.fill_(1)
+            pixels = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1)
+            computed = model.features(pixels.to(dtype) / 255).flatten().tolist()
+        for byte, value in enumerate(computed):
+            n = Fraction(byte, 255) - Fraction(1, 2)
+            error = abs(Fraction(value) - abs(n))
+            assert error <= Fraction(
+                rounding_of(model).error.at(torch.tensor(float(abs(n)))).item()
+            )
+
+
+def test_both_ends_of_a_radius_lose_their_rounding() -> None:
+    """r·K + E(n) + E(n + r) is at most the computed margin over d, whatever E is."""
+    model = LipNeXt(LipNeXtConfig(2, 16, 8, 2, 1, 5), 0).double()
+    images = torch.rand(20, 1, 8, 8, dtype=torch.float64)
+    known = Certifier(model)._known
+    n = (images - 0.5).flatten(1).norm(dim=1)
+    for offset, slope in ((0.0, 0.0), (1e-3, 0.0), (0.0, 1e-3), (1e-3, 1e-2)):
+        rounding = replace(known.rounding, error=Affine(offset, slope))
+        labels, radii = certified_margins(model, images, replace(known, rounding=rounding))
+        with torch.no_grad():
+            logits = model(images)
+        rows = model.head.normalized_weight()
+        for i, (label, radius) in enumerate(zip(labels.tolist(), radii.tolist(), strict=True)):
+            if radius == 0:
+                continue
+            for j in set(range(5)) - {label}:
+                apart = (rows[label] - rows[j]).norm()
+                spent = known.lipschitz * radius + 2 * offset + slope * (2 * n[i] + radius)
+                assert apart * spent <= logits[i, label] - logits[i, j]
+    assert (radii > 0).any()
+
+
 def put_boundary_into_the_error(model: LipNeXt, images: torch.Tensor) -> None:
     """A head of two classes that tells the computed features from the exact ones."""
     with torch.no_grad():
@@ -101,7 +201,10 @@ def put_boundary_into_the_error(model: LipNeXt, images: torch.Tensor) -> None:
     "make", [lambda: pos_alone(torch.float32, 128), lambda: cancelling(torch.float64)]
 )
 def test_a_label_that_rounding_made_is_not_certified(make) -> None:
-    """The exact label is another than the computed one: any radius would be wrong."""
+    """The exact label is another than the computed one: any radius would be wrong.
+
+    With kernels that sum otherwise there may be no error to put a boundary into.
+    """
     model, images = make()
     put_boundary_into_the_error(model, images)
     labels, radii = Certifier(model)(images)

@@ -34,7 +34,6 @@ SETTINGS = [
     "optim.lookahead=3",
     "loss.logit_scale=8",
     "run.eval_every=0",
-    "run.measure_every=0",
     "run.summary=false",
     "run.log_every=1000",  # a full disk shall be met by checkpoints
     f"run.checkpoint_every={EVERY}",

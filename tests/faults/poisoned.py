@@ -23,7 +23,6 @@ SETTINGS = [
     "optim.eps=1e-2",
     "run.keep_checkpoints=9",
     "run.eval_every=0",
-    "run.measure_every=0",
 ]
 ENGINES = {
     "single": ["parallel.engine=single"],

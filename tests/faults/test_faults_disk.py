@@ -16,7 +16,7 @@ from lipnext_scale.stopping import StopWish
 from lipnext_scale.trainer import Trainer
 
 # 24 steps, of which only the last is told: the disk is met by checkpoints.
-QUIET = ["run.eval_every=0", "run.log_every=100", "run.measure_every=0", "optim.epochs=8"]
+QUIET = ["run.eval_every=0", "run.log_every=100", "optim.epochs=8"]
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_requeue_that_cannot_be_asked_for_is_told(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
 def test_metrics_that_cannot_be_written_end_the_run_in_a_line(disk: Path) -> None:
     """With the path and what is free; afterwards the same command goes on."""
-    settings = ["run.eval_every=0", "run.log_every=1", "run.measure_every=0"]
+    settings = ["run.eval_every=0", "run.log_every=1"]
     expected = rf"step \d+: .*No space left on device \(0.0 MB are free on {disk}/run\)"
     with pytest.raises(RunFailed, match=expected):
         # Pages of a file are kept by the tmpfs, so it takes some lines until one is needed.

@@ -25,7 +25,6 @@ SETTINGS = [
     "run.eval_every=0",
     "run.log_every=1",
     "run.checkpoint_every=0",
-    "run.measure_every=0",
     "run.summary=false",
 ]
 # The digits demo in place of the paper's sizes, on CPUs instead of eight GPUs a node.

@@ -30,7 +30,6 @@ SETTINGS = [
     "loss.logit_scale=8",
     "run.eval_every=0",
     "run.log_every=1",
-    "run.measure_every=0",
     "run.checkpoint_every=0",
     "run.watch_every=2",
     "run.watch_samples=101",

@@ -29,7 +29,6 @@ from lipnext_scale.metrics import read_records
 from lipnext_scale.observe.following import KEPT, Curve, FollowedRun
 from lipnext_scale.observe.picture import _by_depth, draw_summary_or_say
 from lipnext_scale.observe.view import BLOCKS, Pen, _cut, render, sparkline, visible_length
-from lipnext_scale.parallel.traffic import Collective, Traffic
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.watch import main
 
@@ -84,14 +83,6 @@ def test_a_run_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     long_ago = time.time() - 3600
     os.utime(directory / "metrics.jsonl", (long_ago, long_ago))
     assert "silent for 1:00:0" in once(capsys, directory)
-
-
-def test_the_bytes_of_a_step_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As each collective's and as their total they are in the record."""
-    sent = Traffic({"all_gather": Collective(1, 1_000_000), "all_reduce": Collective(2, 2_000_000)})
-    told = {"step": 3, "seconds": 30.0, **sent.as_metrics()}
-    directory = started_run(tmp_path / "run", logged(2), told)
-    assert "3 MB sent a step" in once(capsys, directory)
 
 
 def test_a_torn_last_line_is_waited_for(tmp_path: Path) -> None:

@@ -64,7 +64,6 @@ SETTINGS = [
     "run.log_every=1",
     "run.eval_every=0",
     "run.checkpoint_every=0",
-    "run.measure_every=0",
     "run.summary=false",
 ]
 STEPS = 20

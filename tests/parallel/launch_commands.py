@@ -29,7 +29,6 @@ SETTINGS = [
     "optim.lookahead=3",
     "optim.eps=1e-3",
     "loss.logit_scale=8",
-    "run.measure_every=0",
     "run.summary=false",
     "run.eval_every=12",
     "run.log_every=1",

@@ -1,6 +1,5 @@
 """What a step says to other ranks and what a rank keeps, counted on real processes."""
 
-import json
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from count_runs import (
     allocated_by,
     calls,
     count_steps,
-    small_trainer,
     small_trainers,
 )
 from gloo import run_processes
@@ -20,7 +18,7 @@ from gloo import run_processes
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.optim import OptimConfig, Optimizers, split_parameters
 from lipnext_scale.parallel import ParallelConfig, build_engine
-from lipnext_scale.parallel.measuring import training_memory
+from lipnext_scale.parallel.memory import training_memory
 
 WIDTH, MATRICES, STEPS = 64, 8, 6
 MATRIX = 4 * WIDTH**2
@@ -190,35 +188,3 @@ def test_no_rank_ever_has_the_whole_model(layout: str, width: int) -> None:
         assert most <= (8 + 4 + others) * matrix  # what makes one orthogonal matrix
         if layout == "row":  # as many at the owner, its gradient, boxes for one matrix each way
             assert most_with_optimizers <= (8 + 8 + 1 + 4 + others) * matrix
-
-
-# ---- what a run tells of it ----------------------------------------------------------------------
-
-
-def run(rank: int, world: int, directory: Path) -> tuple[int, int]:
-    trainer = small_trainer(
-        directory, "run.measure_every=4", "run.max_steps=9", "parallel.engine=fsdp"
-    )
-    trainer.run()
-    return trainer.step, training_memory(trainer.engine, trainer.optimizers).total
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_run_measures_traffic_and_memory(world: int, tmp_path: Path) -> None:
-    """The third step and every fourth, into metrics.jsonl; without other ranks the memory alone."""
-    (_, total), *_ = run_processes(world, run, tmp_path / "run")
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    measured = [record for record in records if "memory/total_mb" in record]
-    assert [record["step"] for record in measured] == [3, 4, 8]
-    for record in measured:
-        assert record["memory/total_mb"] == total / 1e6 and record["memory/peak_gb"] > 0
-        parts = [f"memory/{part}_mb" for part in ("parameters", "gradients", "optimizer")]
-        assert sum(record[part] for part in parts) == pytest.approx(total / 1e6)
-        if world == 1:
-            assert not [key for key in record if key.startswith("traffic/")]
-            continue
-        assert record["traffic/all_gather_calls"] == 4
-        assert record["traffic/all_gather_mb"] > record["traffic/reduce_scatter_mb"] > 0
-        assert record["traffic/exposed_s"] >= 0 and record["traffic/overlapped_s"] >= 0
-        assert record["traffic/exposed_s"] + record["traffic/overlapped_s"] > 0

@@ -16,8 +16,7 @@ from gloo import run_processes
 
 from lipnext_scale.parallel import FSDPEngine
 from lipnext_scale.parallel.estimate import RankEstimate, estimate
-from lipnext_scale.parallel.measuring import training_memory
-from lipnext_scale.parallel.memory import Memory
+from lipnext_scale.parallel.memory import Memory, training_memory
 from lipnext_scale.parallel.row_exchange import WORD
 from lipnext_scale.trainer import Trainer
 

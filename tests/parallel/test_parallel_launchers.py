@@ -61,7 +61,7 @@ def start_all(
 ) -> None:
     """Runs by name in `FILES`: each says its engine once, and has the losses of one process; its
     third step is measured, as by default."""
-    file, common = directory / "runs.json", [*SETTINGS, "run.measure_every=1000"]
+    file, common = directory / "runs.json", SETTINGS
     arguments = [[*common, *few(directory / name), *words] for name, words in runs.items()]
     file.write_text(json.dumps(arguments))
     done = train([*launcher, str(file)], settings=[])

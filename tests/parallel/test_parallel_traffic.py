@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lipnext_scale.parallel.traffic import _RULES, _SILENT, Collective, CountTraffic, Traffic
+from lipnext_scale.parallel.traffic import _RULES, _SILENT, Collective, CountTraffic
 
 WORLDS = [1, 2, 4]
 ROWS, WIDTH = 8, 3  # of float32: 4 bytes
@@ -345,38 +345,6 @@ def test_an_optimizer_of_shards_says_nothing_and_a_norm_little() -> None:
         assert measured["step"] == {}
         assert measured["norm"].keys() == {"all_reduce"}
         assert 0 < measured["norm"]["all_reduce"].bytes_sent <= 4 * 4
-
-
-# ---- the record ----------------------------------------------------------------------------------
-
-
-def test_traffic_adds_up_and_prints() -> None:
-    """merge leaves both as they were; metrics and table tell the same numbers."""
-    one = Traffic({"all_gather": Collective(2, 3_000_000), "barrier": Collective(1, 0)})
-    other = Traffic({"all_gather": Collective(1, 1_000_000), "send": Collective(1, 500_000)})
-    both = one.merge(other)
-    assert both.collectives == {
-        "all_gather": Collective(3, 4_000_000),
-        "barrier": Collective(1, 0),
-        "send": Collective(1, 500_000),
-    }
-    assert (one.total_bytes, other.total_bytes, both.total_bytes) == (3000000, 1500000, 4500000)
-    assert both.as_metrics() == {
-        "traffic/all_gather_mb": 4.0,
-        "traffic/all_gather_calls": 3.0,
-        "traffic/barrier_mb": 0.0,
-        "traffic/barrier_calls": 1.0,
-        "traffic/send_mb": 0.5,
-        "traffic/send_calls": 1.0,
-        "traffic/total_mb": 4.5,
-    }
-    rows = [line.split() for line in both.table().splitlines()[1:]]
-    assert rows == [
-        ["all_gather", "3", "4.000"],
-        ["send", "1", "0.500"],
-        ["barrier", "1", "0.000"],
-        ["total", "5", "4.500"],
-    ]
 
 
 def count_two_regions(rank: int, world: int) -> list[Collective]:

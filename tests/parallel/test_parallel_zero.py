@@ -32,7 +32,6 @@ from lipnext_scale.errors import RunFailed
 from lipnext_scale.manifold import orthogonality_error
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.parallel import DeepSpeedEngine, training_pieces
-from lipnext_scale.parallel.measuring import StepMeasurement
 from lipnext_scale.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -226,35 +225,6 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
     expected = "step 1: the gradient of head.bias is not finite; the weights were not updated"
     for said in run_processes(2, train_spoilt, tmp_path, timeout=200):
         assert said == [expected] * 4
-
-
-def measure(rank: int, world_size: int, directory: Path) -> dict[int, tuple[str, dict[str, float]]]:
-    """The line that introduces a run, and the figures of its second step, by stage."""
-    told = {}
-    for stage, overrides in ZERO.items():
-        trainer = build_trainer(directory / f"{stage}", *overrides)
-        batches = iter(trainer.loader)
-        trainer.train_step(next(batches))
-        with StepMeasurement(trainer.engine, trainer.optimizers, active=True) as measured:
-            trainer.train_step(next(batches))
-        told[stage] = trainer._introduction(), measured.values
-    return told
-
-
-def test_what_a_run_says_and_measures(tmp_path: Path) -> None:
-    """The engine in effect; all parameters counted; weights and state of a rank by stage."""
-    numbers = sum(p.numel() for p in LipNeXt(recipe(tmp_path).model).parameters())
-    banks = recipe(tmp_path).model.bank_parameters
-    for told in run_processes(2, measure, tmp_path):
-        for stage, (line, values) in told.items():
-            assert f"on 2 × cpu (deepspeed ZeRO-{stage} × 2, fp32)" in line
-            assert f": {banks:,} orthogonal and {numbers - banks:,} other parameters" in line
-            share = 4 * numbers / 2 / 1e6
-            # The partitions, and beside them what computes: parts of it, or the whole model.
-            expected = 2 * share if stage == 3 else 3 * share
-            assert values["memory/parameters_mb"] == pytest.approx(expected, rel=0.01)
-            assert 3 * share < values["memory/optimizer_mb"] < 4.1 * share
-            assert values["traffic/all_gather_mb"] > 0.9 * share
 
 
 def test_deepspeed_is_imported_by_its_engine_alone() -> None:
