@@ -56,7 +56,7 @@ def test_tensorboard_has_all_scalars_and_the_configuration(watched: Path) -> Non
     events = EventAccumulator(str(watched / "tensorboard")).Reload()
     told = {name for record in records(watched) for name in record} - {"step", "seconds"}
     assert told == set(events.Tags()["scalars"])
-    for tag in ("drift/block_01", "watch/nominal_cra", "memory/total_mb"):
+    for tag in ("drift/block_01", "watch/nominal_cra", "memory/resident_gb"):
         shown = [(event.step, event.value) for event in events.Scalars(tag)]
         written = [(r["step"], r[tag]) for r in records(watched) if tag in r]
         assert shown == [(step, pytest.approx(value, rel=1e-6)) for step, value in written] != []
