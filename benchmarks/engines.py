@@ -21,7 +21,7 @@ from benchmarks.sharded_step import IMAGES, PATCH, SIDE, Variant, measure, slowe
 from benchmarks.timing import machine, print_rows
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.parallel import ParallelConfig
-from lipnext_scale.parallel.memory import training_memory
+from lipnext_scale.parallel.estimate import training_memory
 from lipnext_scale.parallel.zero import import_deepspeed
 
 ENGINES = {

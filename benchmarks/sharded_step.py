@@ -26,7 +26,7 @@ from lipnext_scale.losses import class_distances, emma_loss
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.optim import OptimConfig
 from lipnext_scale.parallel import Engine, ParallelConfig, build_engine
-from lipnext_scale.parallel.memory import training_memory
+from lipnext_scale.parallel.estimate import training_memory
 from lipnext_scale.parallel.traffic import CountTraffic
 
 IMAGES, SIDE, PATCH = 16, 16, 4  # for each process

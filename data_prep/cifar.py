@@ -21,9 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.writing.convert import run_conversions
-from data_prep.writing.options import add_conversion_options, conversion_options
-from data_prep.writing.set_plan import SetSource
+from data_prep.writing.convert import (
+    SetSource,
+    add_conversion_options,
+    conversion_options,
+    run_conversions,
+)
 from lipnext_scale.errors import ArgumentParser, UserError, command
 
 SIDE = 32

@@ -23,14 +23,18 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.sources.collection import Collection
-from data_prep.sources.edm_folders import class_folder_files, edm_folder_files, labelled_files
-from data_prep.sources.edm_zip import LABELS, ZipImages, zip_images
-from data_prep.sources.listing import FolderImages, ImageFile, text_lines
+from data_prep.sources.edm import (
+    LABELS,
+    ZipImages,
+    class_folder_files,
+    edm_folder_files,
+    labelled_files,
+    zip_directory,
+    zip_images,
+)
+from data_prep.sources.listing import Collection, FolderImages, ImageFile, text_lines
 from data_prep.sources.npz import NpzImages
-from data_prep.sources.zip_members import zip_directory
-from data_prep.writing.convert import run_conversion
-from data_prep.writing.options import add_conversion_options, conversion_options
+from data_prep.writing.convert import add_conversion_options, conversion_options, run_conversion
 from lipnext_scale.errors import ArgumentParser, UserError, command
 
 MOST_CLASSES = 100_000  # more than any data set has: a label beyond is a mistake

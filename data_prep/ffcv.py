@@ -27,20 +27,21 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from data_prep.checking.shard_checks import class_counts
+from data_prep.checking.shard_sets import class_counts
 from lipnext_scale import __version__
-from lipnext_scale.data.beton import beton_records, require_ffcv
 from lipnext_scale.data.catalog import open_catalog
 from lipnext_scale.data.decode import BadSample
 from lipnext_scale.data.index import (
     KINDS,
     ShardEntry,
+    beton_records,
     index_paths,
     read_index,
+    require_ffcv,
     set_name,
     write_index,
 )
-from lipnext_scale.data.store import SampleStore
+from lipnext_scale.data.source import SampleStore
 from lipnext_scale.errors import ArgumentParser, RunFailed, UserError, command
 from lipnext_scale.files import atomic_file, file_sha256
 from lipnext_scale.progress import Progress

@@ -21,9 +21,13 @@ from typing import Any
 import numpy as np
 
 from data_prep.sources.imagenet_sources import FolderSource, ImageSource, TarSource, ValLabels
-from data_prep.writing.convert import run_conversions
-from data_prep.writing.options import LARGEST_SEED, add_conversion_options, conversion_options
-from data_prep.writing.set_plan import SetSource
+from data_prep.writing.convert import (
+    LARGEST_SEED,
+    SetSource,
+    add_conversion_options,
+    conversion_options,
+    run_conversions,
+)
 from lipnext_scale.errors import ArgumentParser, UserError, command
 
 SET_NAMES = {"train": "train", "val": "test"}

@@ -14,19 +14,27 @@ from pathlib import Path
 import numpy as np
 import simplejpeg
 
-from data_prep.checking.shard_checks import class_counts
 from data_prep.checking.shard_sets import (
     LOG_SECONDS,
     ShardSet,
     add_workers_option,
+    class_counts,
     group_shards,
     in_threads,
 )
 from lipnext_scale import __version__
+from lipnext_scale.data.catalog import resolve_shards
 from lipnext_scale.data.decode import BadSample, channels_of
-from lipnext_scale.data.index import KINDS, Record, ShardEntry, index_paths, set_name, write_index
-from lipnext_scale.data.shards import resolve_shards
-from lipnext_scale.data.tar_scan import sample_key, scan_tar
+from lipnext_scale.data.index import (
+    KINDS,
+    Record,
+    ShardEntry,
+    index_paths,
+    sample_key,
+    scan_tar,
+    set_name,
+    write_index,
+)
 from lipnext_scale.errors import ArgumentParser, UserError, command
 from lipnext_scale.files import file_sha256
 from lipnext_scale.progress import Progress

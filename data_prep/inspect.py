@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_prep.checking.contact_sheet import write_sheet
-from data_prep.checking.set_statistics import SetView, statistics, view_set
+from data_prep.checking.contents import SetView, statistics, view_set, write_sheet
 from data_prep.checking.shard_sets import find_sets
 from lipnext_scale.errors import ArgumentParser, UserError, command
 

@@ -11,9 +11,12 @@ import argparse
 from pathlib import Path
 
 from data_prep.sources.listing import FolderImages, ImageFile, folder_files, subfolders, text_lines
-from data_prep.writing.convert import run_conversions
-from data_prep.writing.options import add_conversion_options, conversion_options
-from data_prep.writing.set_plan import SetSource
+from data_prep.writing.convert import (
+    SetSource,
+    add_conversion_options,
+    conversion_options,
+    run_conversions,
+)
 from lipnext_scale.errors import ArgumentParser, UserError, command
 
 ANNOTATIONS = "val/val_annotations.txt"

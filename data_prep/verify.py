@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_prep.checking.shard_checks import ShardReport, ShardTask, check_shard
 from data_prep.checking.shard_sets import (
     LOG_SECONDS,
+    ShardReport,
     ShardSet,
+    ShardTask,
     add_workers_option,
+    check_shard,
     find_sets,
     in_threads,
 )

@@ -2,7 +2,7 @@
 
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data import Catalog
-from lipnext_scale.data.integrity import check_shards, unchecked_shards
+from lipnext_scale.data.catalog import check_shards, unchecked_shards
 from lipnext_scale.parallel.processes import Processes
 from lipnext_scale.progress import Progress
 

@@ -17,8 +17,8 @@ from lipnext_scale.models import LipNeXt
 from lipnext_scale.optim import local_part
 from lipnext_scale.parallel import Engine, FSDPEngine, build_engine
 from lipnext_scale.parallel.estimate import RankEstimate, estimate
-from lipnext_scale.parallel.mesh import SHARD
-from lipnext_scale.parallel.pretending import fake_processes
+from lipnext_scale.parallel.fsdp import SHARD
+from lipnext_scale.parallel.processes import fake_processes
 from lipnext_scale.recipe import Recipe, load_recipe
 
 MEMORY = ("parameters", "gradients", "optimizer", "kept", "gathered", "buffers")

@@ -6,8 +6,7 @@ asks one process a node first (launch/shared/node.sh).
 
 from lipnext_scale.data import DataSets
 from lipnext_scale.parallel import build_engine
-from lipnext_scale.parallel.pretending import fake_processes
-from lipnext_scale.parallel.processes import choose_device
+from lipnext_scale.parallel.processes import choose_device, fake_processes
 from lipnext_scale.parallel.zero import require_deepspeed
 from lipnext_scale.recipe import Recipe
 from lipnext_scale.run_directory import RunDirectory

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lipnext_scale.errors import ArgumentParser, UserError, command
-from lipnext_scale.observe.following import FollowedRun
-from lipnext_scale.observe.view import render
+from lipnext_scale.observe.live import FollowedRun, render
 
 # Another screen without a cursor, and back: what stood in the terminal before returns.
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"

@@ -1,6 +1,6 @@
 """Weights outside a run: exports with stable names, and the model that a run or an export holds.
 
-An export is one safetensors file under the stable names of `models.naming`, whose metadata has the
+An export is one safetensors file under the stable names of `models.lipnext`, whose metadata has the
 architecture as JSON, `model`; or a directory of such a file, model.safetensors, and config.json,
 which has the architecture for people and tools.
 """
@@ -29,7 +29,7 @@ from lipnext_scale.checkpoint import (
 from lipnext_scale.errors import UserError
 from lipnext_scale.files import write_atomically
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
-from lipnext_scale.models.naming import named_parts
+from lipnext_scale.models.lipnext import named_parts
 from lipnext_scale.run_directory import RunDirectory
 
 SUFFIX = ".safetensors"

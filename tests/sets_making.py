@@ -7,10 +7,9 @@ import numpy as np
 from shard_making import encode, noise, tar_bytes
 
 from lipnext_scale.data import AugmentConfig, DataConfig, StreamLoader, open_catalog
-from lipnext_scale.data.batches import BatchMaker
-from lipnext_scale.data.index import ShardEntry, write_index
+from lipnext_scale.data.index import ShardEntry, scan_tar, write_index
 from lipnext_scale.data.source import Source, SourceOptions
-from lipnext_scale.data.tar_scan import scan_tar
+from lipnext_scale.data.workers import BatchMaker
 
 
 def write_set(

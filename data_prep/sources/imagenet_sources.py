@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from data_prep.sources.collection import Collection
 from data_prep.sources.listing import (
+    Collection,
     FolderImages,
     ImageFile,
     Member,

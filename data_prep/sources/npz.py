@@ -17,7 +17,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
-from data_prep.sources.zip_members import BadMember, data_start, member_chunks, zip_directory
+from data_prep.sources.edm import BadMember, data_start, member_chunks, zip_directory
 from data_prep.writing.encoding import BadImage
 from lipnext_scale.errors import UserError
 from lipnext_scale.progress import Progress

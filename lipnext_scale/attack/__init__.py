@@ -1,17 +1,18 @@
 """Attacks: to test certificates, and to see how robust a model is beyond what is proven."""
 
-from lipnext_scale.attack.apgd import apgd
-from lipnext_scale.attack.attacker import (
+from lipnext_scale.attack.hunt import (
     METHODS,
     Attacker,
+    AttackExample,
     AttackSettings,
     Points,
     Targets,
+    hunt,
+    nearest_change,
+    robust_at,
     search_copy,
 )
-from lipnext_scale.attack.hunt import AttackExample, hunt, nearest_change, robust_at
-from lipnext_scale.attack.pgd import pgd, smallest_margins
-from lipnext_scale.attack.starts import random_starts
+from lipnext_scale.attack.methods import apgd, pgd, random_starts, smallest_margins
 
 __all__ = [
     "METHODS",

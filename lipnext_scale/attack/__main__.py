@@ -12,14 +12,19 @@ from functools import partial
 
 import torch
 
-from lipnext_scale.attack.attacker import METHODS, Attacker, AttackSettings
-from lipnext_scale.attack.hunt import INSIDE, hunt, robust_at
+from lipnext_scale.attack.hunt import INSIDE, METHODS, Attacker, AttackSettings, hunt, robust_at
 from lipnext_scale.attack.report import Facts, Report, violation_arrays
 from lipnext_scale.certify import Certifier
-from lipnext_scale.certify.chunks import Arrays, shared_blocks, work_through
-from lipnext_scale.certify.figures import parse_radii
+from lipnext_scale.certify.certificate import parse_radii
 from lipnext_scale.certify.radius import PROOF
-from lipnext_scale.certify.subject import Subject, add_arguments, open_subject
+from lipnext_scale.certify.target import (
+    Arrays,
+    Subject,
+    add_arguments,
+    open_subject,
+    shared_blocks,
+    work_through,
+)
 from lipnext_scale.config import as_float
 from lipnext_scale.cpu import keep_freed_memory
 from lipnext_scale.data import TestBatch

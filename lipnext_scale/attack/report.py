@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lipnext_scale.attack.attacker import AttackSettings, Points
-from lipnext_scale.certify.chunks import Arrays
-from lipnext_scale.certify.figures import radius_name
-from lipnext_scale.certify.results import SampleResults, wilson_interval
+from lipnext_scale.attack.hunt import AttackSettings, Points
+from lipnext_scale.certify.certificate import SampleResults, radius_name, wilson_interval
+from lipnext_scale.certify.target import Arrays
 from lipnext_scale.data import Catalog
-from lipnext_scale.data.store import SampleStore
+from lipnext_scale.data.source import SampleStore
 from lipnext_scale.errors import UserError
 from lipnext_scale.files import atomic_file, write_atomically
 

@@ -19,18 +19,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipnext_scale.attack.attacker import search_copy
-from lipnext_scale.attack.hunt import AttackExample, nearest_change
-from lipnext_scale.certify.certificate import Proof, certificate, table, write_json, write_samples
+from lipnext_scale.attack.hunt import AttackExample, nearest_change, search_copy
+from lipnext_scale.certify.bounds import BlockFacts, network_bound
+from lipnext_scale.certify.certificate import (
+    Proof,
+    SampleResults,
+    certificate,
+    parse_radii,
+    table,
+    write_json,
+    write_samples,
+)
 from lipnext_scale.certify.certifier import Certifier
-from lipnext_scale.certify.chunks import Arrays, shared_blocks, work_through
-from lipnext_scale.certify.figures import parse_radii
-from lipnext_scale.certify.layers import BlockFacts, network_bound
 from lipnext_scale.certify.paper import comparison_text
 from lipnext_scale.certify.radius import PROOF, nominal_radii
 from lipnext_scale.certify.report import ReportInputs, draw_curve, draw_examples, write_report
-from lipnext_scale.certify.results import SampleResults
-from lipnext_scale.certify.subject import Subject, add_arguments, open_subject
+from lipnext_scale.certify.target import (
+    Arrays,
+    Subject,
+    add_arguments,
+    open_subject,
+    shared_blocks,
+    work_through,
+)
 from lipnext_scale.cpu import keep_freed_memory
 from lipnext_scale.data import TestBatch
 from lipnext_scale.errors import ArgumentParser, UserError, command

@@ -6,6 +6,7 @@ Nothing in it depends on how many processes worked, how long, or where.
 import csv
 import io
 import json
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +18,80 @@ import torch
 
 import lipnext_scale
 from lipnext_scale import config as configuration
-from lipnext_scale.certify.figures import radius_name
-from lipnext_scale.certify.results import SampleResults, wilson_interval
-from lipnext_scale.certify.subject import Subject
+from lipnext_scale.certify.target import Subject
+from lipnext_scale.config import as_float
+from lipnext_scale.errors import UserError
 from lipnext_scale.files import write_atomically
+
+# --------------------------------------------------------------------------------------------------
+# Radii as people write and read them.
+
+DEFAULT_RADII = (36 / 255, 72 / 255, 108 / 255, 0.5, 1.0)
+
+
+def parse_radii(texts: list[str] | None) -> tuple[float, ...]:
+    """What --radii was given, in rising order; the usual ones if nothing was."""
+    radii = set()
+    for text in texts or []:
+        radius = as_float(text)
+        if radius is None or not 0 <= radius < float("inf"):
+            raise UserError(f"--radii {text}: must be a number of at least 0, such as 36/255")
+        radii.add(radius)
+    return tuple(sorted(radii)) or DEFAULT_RADII
+
+
+def radius_name(radius: float) -> str:
+    """36/255 where it is such a fraction, else the number."""
+    numerator = radius * 255
+    if float(f"{radius:.3g}") == radius or abs(numerator - round(numerator)) > 1e-6:
+        return f"{radius:g}"
+    return f"{round(numerator)}/255"
+
+
+# --------------------------------------------------------------------------------------------------
+# What came out for every sample, and the figures that follow from it.
+
+_Z = 1.959963984540054  # of 95 % of a normal distribution
+
+
+@dataclass(frozen=True)
+class SampleResults:
+    """Of all samples of a set, by number: label, prediction, and the radius it is proven within."""
+
+    labels: np.ndarray
+    predictions: np.ndarray
+    radii: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def correct(self) -> np.ndarray:
+        return self.labels == self.predictions
+
+    def certified(self, epsilon: float) -> np.ndarray:
+        """Which samples are right with a radius of at least ε."""
+        return self.correct & (self.radii >= epsilon)
+
+    def share(self, epsilon: float = 0.0) -> float:
+        """CRA@ε; at 0 the clean accuracy."""
+        return float(self.certified(epsilon).mean())
+
+    def of_class(self, label: int) -> "SampleResults":
+        mine = self.labels == label
+        return SampleResults(self.labels[mine], self.predictions[mine], self.radii[mine])
+
+
+def wilson_interval(hits: int, total: int) -> tuple[float, float]:
+    """95 % confidence interval of a share, Wilson's: sound also near 0 and 1."""
+    if total == 0:
+        return 0.0, 1.0
+    share, scale = hits / total, _Z**2 / total
+    centre = (share + scale / 2) / (1 + scale)
+    half = _Z * math.sqrt(share * (1 - share) / total + scale / (4 * total)) / (1 + scale)
+    low = 0.0 if hits == 0 else max(0.0, centre - half)
+    return low, 1.0 if hits == total else min(1.0, centre + half)
+
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 BINS = 40

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lipnext_scale.certify.figures import radius_name
-from lipnext_scale.certify.results import SampleResults
+from lipnext_scale.certify.certificate import SampleResults, radius_name
 
 SOURCE = "LipNeXt, ICLR 2026"
 SMALL_RADII = (36 / 255, 72 / 255, 108 / 255)

@@ -1,15 +1,27 @@
 """The certificate as pictures: accuracy over the radius, and examples with their radii."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from lipnext_scale.certify.report_charts import certified_curve, furthest_shown
-from lipnext_scale.certify.results import SampleResults
+from lipnext_scale.certify.certificate import SampleResults, radius_name
+from lipnext_scale.certify.report_parts import (
+    BREAK,
+    Content,
+    Html,
+    bar,
+    certified_curve,
+    furthest_shown,
+    picture,
+    section,
+    table,
+    tag,
+)
 from lipnext_scale.files import atomic_file
 
 COLUMNS = 8
@@ -109,3 +121,240 @@ def _draw_row(
 def _save(figure: Figure, path: Path) -> None:
     with atomic_file(path) as file:
         figure.savefig(file, format="png")
+
+
+# --------------------------------------------------------------------------------------------------
+# The parts of the report about single samples: attacks, pictures, classes.
+
+PICTURES = 8
+# Of more classes than this only the best and the worst are listed.
+MANY_CLASSES, LISTED_CLASSES = 50, 10
+# Shrinking would average a change away; test images of ImageNet have 224 pixels.
+LARGEST_ATTACKED = 256
+AMPLIFICATIONS = (1000, 500, 200, 100, 50, 20, 10, 5, 2, 1)
+EFFORT = {
+    "attacked": "Samples",
+    "attacks": "Attacks",
+    "attacks_inside_the_radius": "Attacks inside the radius",
+    "methods": "Methods",
+    "restarts": "Restarts",
+    "steps": "Steps",
+}
+Named = Callable[[int], str]
+
+
+class Attacked(Protocol):
+    """What is shown of an attack: CHW images in [0, 1], labels before and after, distances."""
+
+    @property
+    def sample(self) -> int: ...
+    @property
+    def image(self) -> Tensor: ...
+    @property
+    def attacked(self) -> Tensor: ...
+    @property
+    def distance(self) -> float: ...
+    @property
+    def radius(self) -> float: ...
+    @property
+    def label_before(self) -> int: ...
+    @property
+    def label_after(self) -> int: ...
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return "–" if share is None else f"{share:.{digits}%}"
+
+
+def interval_text(interval: list[float] | None, digits: int = 1) -> str:
+    if interval is None:
+        return "–"
+    low, high = (100 * end for end in interval)
+    return f"{low:.{digits}f} – {high:.{digits}f}"
+
+
+def attack_section(attack: dict[str, Any]) -> Html:
+    """Robust accuracy as attacks found it: it must lie between the certified and the clean."""
+    clean = attack.get("clean_accuracy")
+    rows: list[list[Content]] = []
+    for radius, found in attack.get("radii", {}).items():
+        shares = [found.get("certified"), found.get("robust"), clean]
+        cells = [*(percent(share, 2) for share in shares), interval_text(found.get("interval"), 2)]
+        rows.append([radius_name(float(radius)), *cells])
+    heads = ["radius ε", "certified", "robust", "clean", "robust, 95 % interval"]
+    order = "Certified ≤ empirically robust ≤ clean, on the attacked samples"
+    return section(
+        "Under attack",
+        tag(
+            "p",
+            "Attacks look for a change that a certificate rules out. They cannot prove robustness, "
+            "but each success within a radius would disprove the certificate. ",
+            _effort(attack),
+        ),
+        _violations(attack),
+        table(order, heads, rows) if rows else "",
+        id_="attack",
+    )
+
+
+def _effort(attack: dict[str, Any]) -> str:
+    """How hard was tried, as far as the file says."""
+    told = [f"{name}: {_listed(attack[key])}" for key, name in EFFORT.items() if key in attack]
+    if attack.get("lipschitz_assumed"):
+        told.append("K was assumed for the attack, which then says nothing about a certificate")
+    return ". ".join(told) + "." if told else ""
+
+
+def _listed(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(entry) for entry in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _violations(attack: dict[str, Any]) -> Html:
+    """Fewer robust than certified samples is one too, whatever the list says."""
+    violations, found = attack.get("violations"), attack.get("radii", {})
+    fewer = [
+        radius_name(float(radius))
+        for radius, shares in found.items()
+        if shares.get("robust", 1.0) < shares.get("certified", 0.0)
+    ]
+    told = f"{len(violations or []):,} predictions were changed within their radius."
+    if fewer:
+        told += f" Fewer samples are robust than certified at ε = {', '.join(fewer)}."
+    if attack.get("lipschitz_assumed"):
+        return tag("p", told)
+    if violations or fewer:
+        strong = tag("strong", "The certificate is violated")
+        return tag("p", strong, told, class_="banner", role="alert")
+    if violations is None:
+        return tag("p", "attack.json does not say whether a certificate was violated.")
+    return tag("p", tag("strong", "No attack succeeded within a certified radius."))
+
+
+def pictures_section(
+    results: SampleResults, image: Callable[[int], np.ndarray], name: Named, class_name: Named
+) -> Html:
+    titles = {
+        "largest radii": "Right, with the largest radii",
+        "smallest radii": "Right, with the smallest radii",
+        "misclassified": "Wrong, with the largest radii",
+    }
+    content = []
+    for kind, chosen in extremes(results, PICTURES).items():
+        if len(chosen) == 0:
+            continue
+        shown = [_sample(int(one), results, image, name, class_name) for one in chosen]
+        content += [tag("h3", titles[kind]), tag("div", *shown, class_="gallery")]
+    return section("Samples", *content, id_="samples")
+
+
+def _sample(
+    sample: int,
+    results: SampleResults,
+    image: Callable[[int], np.ndarray],
+    name: Named,
+    class_name: Named,
+) -> Html:
+    said, is_ = (class_name(int(of[sample])) for of in (results.predictions, results.labels))
+    verdict = said if results.correct[sample] else f"{said}, is {is_}"
+    radius = f"r = {results.radii[sample]:.4f}"
+    shown = picture(image(sample), f"{name(sample)}: predicted {said}, label {is_}, {radius}")
+    caption = tag("figcaption", tag("b", verdict), BREAK, radius)
+    return tag("figure", shown, caption, title=name(sample))
+
+
+def attack_pictures(attacks: Sequence[Attacked], name: Named, class_name: Named) -> Html:
+    if not attacks:
+        return Html("")
+    shown = [_attack(example, name(example.sample), class_name) for example in attacks]
+    return section(
+        "An attack beyond the radius beside the original",
+        tag("p", "The nearest changes of the prediction that were found, for some samples."),
+        tag("div", *shown, class_="attacks"),
+        id_="attacked",
+    )
+
+
+def _attack(example: Attacked, name: str, class_name: Named) -> Html:
+    before, after = class_name(example.label_before), class_name(example.label_after)
+    original, attacked = _pixels(example.image), _pixels(example.attacked)
+    change, factor = _amplified(attacked - original)
+    trio = (
+        (original, "original", before),
+        (change, "change", f"× {factor}, on grey"),
+        (attacked, "attacked", after),
+    )
+    shown = tag("div", *(_framed(*part, name) for part in trio), class_="trio")
+    # A certificate speaks of all changes shorter than the radius.
+    broken = example.distance < example.radius
+    times = f", {example.distance / example.radius:.2f} times as far" if example.radius > 0 else ""
+    told: list[Content] = [
+        f"Radius {example.radius:.4f}; the prediction changes at {example.distance:.4f}{times}."
+    ]
+    if broken:
+        told.append(tag("b", " Inside the certified radius: the certificate is violated."))
+    caption = tag("figcaption", *told, BREAK, tag("code", name))
+    return tag("figure", shown, caption, class_="attack broken" if broken else "attack")
+
+
+def _framed(pixels: np.ndarray, what: str, label: str, name: str) -> Html:
+    image = np.round(255 * pixels.clip(0, 1)).astype(np.uint8)
+    caption = tag("figcaption", what, BREAK, tag("b", label))
+    return tag("figure", picture(image, f"{name}, {what}: {label}", LARGEST_ATTACKED), caption)
+
+
+def _pixels(image: Tensor) -> np.ndarray:
+    return image.detach().cpu().double().permute(1, 2, 0).numpy()
+
+
+def _amplified(change: np.ndarray) -> tuple[np.ndarray, int]:
+    """The change on mid-grey, as large as can be without clipping it (a huge one as it is)."""
+    largest = float(np.abs(change).max())
+    factor = next((f for f in AMPLIFICATIONS if f * largest <= 0.5), 1)
+    return 0.5 + factor * change, factor
+
+
+def classes_section(facts: dict[str, Any], class_name: Named) -> Html:
+    """All classes; of many, those with the highest and the lowest certified accuracy."""
+    classes, radii = facts.get("classes") or [], list(facts["certified_accuracy"])
+    if not classes:
+        return Html("")
+    if len(classes) <= MANY_CLASSES:
+        groups = {f"All {len(classes)} classes": classes}
+        note = ""
+    else:
+        ranked = sorted(classes, key=lambda one: _rank(one, radii), reverse=True)
+        groups = {
+            f"The {LISTED_CLASSES} best classes": ranked[:LISTED_CLASSES],
+            f"The {LISTED_CLASSES} worst classes": ranked[-LISTED_CLASSES:],
+        }
+        by = f"certified accuracy at {radius_name(float(radii[0]))}" if radii else "clean accuracy"
+        note = f"Of {len(classes):,} classes, by {by}; the others are in certificate.json."
+    tables = [_class_table(title, chosen, radii, class_name) for title, chosen in groups.items()]
+    return section("Classes", tag("p", note) if note else "", *tables, id_="classes")
+
+
+def _rank(one: dict[str, Any], radii: list[str]) -> tuple[float, ...]:
+    """Where equally many are certified at the first radius, the further ones decide."""
+    certified = one.get("certified", {})
+    return *(certified.get(radius, 0.0) for radius in radii), one.get("clean", 0.0)
+
+
+def _class_table(
+    title: str, classes: list[dict[str, Any]], radii: list[str], class_name: Named
+) -> Html:
+    heads = ["class", "samples", "clean", *(f"CRA@{radius_name(float(r))}" for r in radii)]
+    rows: list[list[Content]] = []
+    for one in classes:
+        shares = [one.get("clean"), *(one.get("certified", {}).get(radius) for radius in radii)]
+        median = one.get("median_radius")
+        rows.append(
+            [
+                class_name(one["label"]),
+                f"{one['samples']:,}" if "samples" in one else "–",
+                *(bar(share, percent(share)) for share in shares),
+                "–" if median is None or np.isnan(median) else f"{median:.4f}",
+            ]
+        )
+    return table(title, [*heads, "median radius"], rows)

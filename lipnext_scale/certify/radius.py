@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipnext_scale.certify.layers import BlockFacts, network_bound
-from lipnext_scale.certify.lipschitz import gamma
+from lipnext_scale.certify.bounds import BlockFacts, gamma, network_bound
 from lipnext_scale.certify.rounding import FeatureRounding, feature_rounding
 from lipnext_scale.errors import UserError
 from lipnext_scale.losses import class_distances

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lipnext_scale.certify.figures import radius_name
+from lipnext_scale.certify.certificate import SampleResults, radius_name
 from lipnext_scale.certify.paper import (
     SOURCE,
     PaperRow,
@@ -17,19 +17,28 @@ from lipnext_scale.certify.paper import (
     comparison_table,
     data_set_of,
 )
-from lipnext_scale.certify.pictures import draw_curve, draw_examples
-from lipnext_scale.certify.report_charts import curve_chart, histogram_chart
-from lipnext_scale.certify.report_page import Content, Html, facts_list, page, section, table, tag
-from lipnext_scale.certify.report_samples import (
+from lipnext_scale.certify.pictures import (
     Attacked,
     attack_pictures,
     attack_section,
     classes_section,
+    draw_curve,
+    draw_examples,
     interval_text,
     percent,
     pictures_section,
 )
-from lipnext_scale.certify.results import SampleResults
+from lipnext_scale.certify.report_parts import (
+    Content,
+    Html,
+    curve_chart,
+    facts_list,
+    histogram_chart,
+    page,
+    section,
+    table,
+    tag,
+)
 from lipnext_scale.files import write_atomically
 from lipnext_scale.weights import SUFFIX, is_export
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipnext_scale.certify.layers import BlockFacts, product_loss
-from lipnext_scale.certify.lipschitz import gamma
+from lipnext_scale.certify.bounds import BlockFacts, gamma, product_loss
 from lipnext_scale.models import LipNeXtConfig
 
 # A thousandth more covers the rounding of computing the bound itself.

@@ -4,12 +4,15 @@ Every tensor is stored under a stable logical name, and every process only says 
 part of it it holds. A checkpoint is a directory that gets its name when all of it is on the disk.
 """
 
-from lipnext_scale.checkpoint.directory import latest_checkpoint, step_of
-from lipnext_scale.checkpoint.integrity import SUMS, verify_checkpoint
-from lipnext_scale.checkpoint.pieces import Piece, Pieces
-from lipnext_scale.checkpoint.reader import load_pieces, read_facts, stored_shapes
-from lipnext_scale.checkpoint.whole import newest_whole_checkpoint
-from lipnext_scale.checkpoint.writer import CheckpointWriter
+from lipnext_scale.checkpoint.directory import (
+    SUMS,
+    latest_checkpoint,
+    newest_whole_checkpoint,
+    step_of,
+    verify_checkpoint,
+)
+from lipnext_scale.checkpoint.io import CheckpointWriter, load_pieces, read_facts, stored_shapes
+from lipnext_scale.checkpoint.shards import Piece, Pieces
 
 __all__ = [
     "SUMS",

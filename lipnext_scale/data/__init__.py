@@ -1,13 +1,18 @@
 """From shards to batches (docs/data.md). A loader is endless, knows its place, can be put back."""
 
 from lipnext_scale.data.augment import AugmentConfig
-from lipnext_scale.data.catalog import Catalog, open_catalog
+from lipnext_scale.data.catalog import Catalog, open_catalog, resolve_shards
 from lipnext_scale.data.config import DataConfig, SyntheticConfig
-from lipnext_scale.data.evaluation import TestBatch, TestSet, rank_share
+from lipnext_scale.data.datasets import (
+    DataSets,
+    Samples,
+    TestBatch,
+    TestSet,
+    open_test_set,
+    rank_share,
+    read_samples,
+)
 from lipnext_scale.data.loader import Batch, Loader, StreamLoader
-from lipnext_scale.data.opening import DataSets, open_test_set
-from lipnext_scale.data.samples import Samples, read_samples
-from lipnext_scale.data.shards import resolve_shards
 
 __all__ = [
     "AugmentConfig",

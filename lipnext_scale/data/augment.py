@@ -7,8 +7,8 @@ import numpy as np
 
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data.decode import BadSample
+from lipnext_scale.data.order import below, number_below, sample_bits, uniform
 from lipnext_scale.data.rand_augment import MAX_SIDE, rand_augment
-from lipnext_scale.data.randomness import below, number_below, sample_bits, uniform
 
 # Streams of random bits, one a decision: see `draw_chances`.
 _STREAMS = np.arange(1, 7)[:, None]

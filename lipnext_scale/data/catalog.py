@@ -1,35 +1,280 @@
 """A set of shards opened: every sample's record, shard and name, without reading the images."""
 
+import fcntl
 import gzip
 import hashlib
 import os
+import re
+import time
 import weakref
 import zlib
 from bisect import bisect_right
-from collections.abc import Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
+from glob import glob, has_magic
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, BinaryIO
 
+import fsspec
 import numpy as np
+import webdataset
+from braceexpand import braceexpand
 
 from lipnext_scale.config import ConfigError
-from lipnext_scale.data.beton import beton_records
 from lipnext_scale.data.index import (
     Record,
     SetIndex,
+    beton_records,
     index_paths,
     map_records,
     read_index,
+    scan_tar,
     set_name,
 )
-from lipnext_scale.data.shards import as_url, is_builtin, is_remote, resolve_parts
-from lipnext_scale.data.staging import Cache, default_cache, stage, stage_all
-from lipnext_scale.data.tar_scan import scan_tar
 from lipnext_scale.errors import UserError
-from lipnext_scale.files import file_sha256, file_stamp
+from lipnext_scale.files import PARTIAL, atomic_file, file_sha256, file_stamp
+
+# --------------------------------------------------------------------------------------------------
+# Which shards a pattern means.
+#
+# Local paths, `builtin:` (those of the package), anything fsspec opens (s3://, https://,
+# memory://) and webdataset's `pipe:command`. Braces are expanded everywhere, wildcards where
+# files can be listed.
+
+BUILTIN = Path(__file__).parent / "builtin"
+_URL = re.compile(r"^([a-z][a-z0-9+.-]*::?//|[a-z0-9]+::|pipe:)")
+_BUILTIN = "builtin:"
+FILE = "file://"
+
+
+def is_remote(shard: str) -> bool:
+    return bool(_URL.match(shard))
+
+
+def is_builtin(pattern: str) -> bool:
+    return pattern.startswith(_BUILTIN)
+
+
+def as_url(shard: str) -> str:
+    """A local path as what fsspec opens; a remote shard as it is."""
+    return shard if is_remote(shard) else FILE + os.path.abspath(shard)
+
+
+def resolve_shards(pattern: str, key: str) -> list[str]:
+    """The shards a pattern means; `key` is the configuration key to blame if there are none."""
+    return [shard for _, found in resolve_parts(pattern, key) for shard in found]
+
+
+def resolve_parts(pattern: str, key: str) -> list[tuple[str, list[str]]]:
+    """The parts that braces make of a pattern, each with the shards that it means."""
+    try:
+        parts = list(braceexpand(_expanded(pattern)))
+    except ValueError as error:
+        raise ConfigError(key, pattern, f"is not a pattern: {error}") from None
+    resolved = []
+    for part in parts:
+        found = _matches(part, key, pattern)
+        if not found:
+            right = "a tar of images and .cls labels"
+            if part and _is_directory(part):
+                right = f"it is a directory; its shards are {part.rstrip('/')}/train-*.tar, say"
+            raise ConfigError(key, pattern, f"no shard {part!r} ({right})")
+        resolved.append((part, found))
+    return resolved
+
+
+def _expanded(pattern: str) -> str:
+    if is_builtin(pattern):
+        return str(BUILTIN / pattern.removeprefix(_BUILTIN))
+    return pattern
+
+
+def _matches(part: str, key: str, pattern: str) -> list[str]:
+    """The files one part without braces means; none if one of them is not there."""
+    if part.startswith("pipe:"):
+        return [part]
+    if is_remote(part):
+        return _remote_matches(part, key, pattern)
+    found = sorted(glob(part)) if has_magic(part) else [part]
+    return found if all(_is_file(path) for path in found) else []
+
+
+def _remote_matches(url: str, key: str, pattern: str) -> list[str]:
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        if has_magic(path):
+            return sorted(system.unstrip_protocol(found) for found in system.glob(path))
+        return [url] if system.exists(path) else []
+    except Exception as error:  # each protocol has its own: missing packages, hosts, credentials
+        raise ConfigError(key, pattern, f"cannot be opened: {error}") from None
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # a name that is too long, say
+        return False
+
+
+def _is_directory(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except OSError:
+        return False
+
+
+# --------------------------------------------------------------------------------------------------
+# Bringing shards onto this machine before they are read.
+#
+# Remote shards are copied once into `data.cache_dir`, compared with their index if they have one,
+# and read from there, because training reads samples in an order of its own. With
+# `data.stage_dir` those of a shared file system are too, as file:// URLs.
+#
+# One process of a node copies a file, the others wait for its lock. A directory may be shared by
+# nodes that do not see each other's locks: then each writes a file of its own aside, and the last
+# to be renamed stays.
+
+_CHUNK = 1 << 20
+# Copies at a time: one stream seldom fills a network file system.
+_STREAMS = 4
+# Seconds after which a copy that another node began and does not write to will never be finished.
+_ABANDONED = 3600
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lipnext_scale"
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where copies are kept, and the configuration key that says so."""
+
+    directory: Path
+    key: str = "data.cache_dir"
+
+
+def staged_path(shard: str, cache: Cache) -> Path:
+    """Where a remote shard is kept: its directory's hash keeps sets of one name apart."""
+    if shard.startswith("pipe:"):
+        return cache.directory / f"pipe-{hashlib.sha256(shard.encode()).hexdigest()[:16]}.tar"
+    directory, _, file = shard.rpartition("/")
+    return cache.directory / hashlib.sha256(directory.encode()).hexdigest()[:16] / file
+
+
+def stage(
+    shard: str, cache: Cache, sha256: str | None = None, optional: bool = False
+) -> Path | None:
+    """Copy a remote file into the cache, once for all processes of the node.
+
+    sha256: what the copy must have. optional: None where the file does not exist.
+    """
+    path = staged_path(shard, cache)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = f"{cache.key} = {str(cache.directory)!r}"
+        raise UserError(f"{where}: cannot be written: {error.strerror}") from None
+    try:
+        with _locked(path):
+            if not path.exists() or _is_outdated(shard, path):
+                _copy(shard, path, sha256)
+    except FileNotFoundError:
+        if optional:
+            return None
+        raise UserError(f"{shard}: no such file") from None
+    except UserError:
+        raise
+    except Exception as error:  # each protocol has its own
+        raise UserError(f"{shard}: cannot be copied to {path.parent}: {error}") from None
+    return path
+
+
+def stage_all(shards: list[str], cache: Cache, digests: list[str | None]) -> list[Path]:
+    """Several at a time; digests: the sha256 that each must have, if known."""
+    for directory in {staged_path(shard, cache).parent for shard in shards}:
+        _remove_abandoned(directory)
+
+    def copied(shard: str, sha256: str | None) -> Path:
+        path = stage(shard, cache, sha256)
+        assert path is not None, "it is not optional"
+        return path
+
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        return list(pool.map(copied, shards, digests))
+
+
+def is_staged(shard: str, cache: Cache) -> bool:
+    """Whether a copy is there that would not be made again."""
+    path = staged_path(shard, cache)
+    return path.exists() and not _is_outdated(shard, path)
+
+
+def size_of(shard: str) -> int | None:
+    """The bytes of a remote shard; None where nobody tells: a pipe, some servers."""
+    if shard.startswith("pipe:"):
+        return None
+    try:
+        system, path = fsspec.core.url_to_fs(shard)
+        size = system.size(path)
+    except Exception:  # each protocol has its own
+        return None
+    return None if size is None else int(size)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """What nodes that were killed left half done; our own node writes over its part."""
+    with suppress(OSError):
+        for path in directory.glob(f"*{PARTIAL}"):
+            if path.stat().st_mtime < time.time() - _ABANDONED:
+                path.unlink()
+
+
+def _is_outdated(shard: str, copy: Path) -> bool:
+    """Whether a file has changed since it was copied; of what is far away nobody knows."""
+    if not shard.startswith(FILE):
+        return False
+    now, then = os.stat(shard.removeprefix(FILE)), copy.stat()
+    return now.st_size != then.st_size or not _is_time_of(now.st_mtime_ns, then.st_mtime_ns)
+
+
+def _is_time_of(source: int, copy: int) -> bool:
+    """Whether a copy's time was set to its source's; some file systems keep whole seconds only."""
+    return any(copy == source // unit * unit for unit in (1, 100, 10**3, 10**6, 10**9))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _copy(shard: str, path: Path, sha256: str | None) -> None:
+    digest = hashlib.sha256()
+    there = os.stat(shard.removeprefix(FILE)) if shard.startswith(FILE) else None
+    with atomic_file(path, os.uname().nodename) as copy, _open_remote(shard) as source:
+        while chunk := source.read(_CHUNK):
+            digest.update(chunk)
+            copy.write(chunk)
+        if sha256 is not None and digest.hexdigest() != sha256:
+            raise UserError(
+                f"{shard}: its sha256 is not that of its index: the shard is damaged, or the copy "
+                f"of the index in {path.parent} is old: then remove that directory"
+            )
+    if there is not None:  # by which a change is noticed
+        os.utime(path, ns=(there.st_atime_ns, there.st_mtime_ns))
+
+
+def _open_remote(shard: str) -> Any | BinaryIO:
+    if shard.startswith("pipe:"):
+        return webdataset.gopen(shard, "rb")  # raises where the command fails
+    return fsspec.open(shard, "rb").open()
+
 
 _MEMORY = "/proc/self/fd/"
 _SAMPLED = 256  # images of a set that the fingerprint of shards without an index looks at
@@ -308,3 +553,42 @@ def _sampled_contents(shard: Shard, images: int) -> bytes:
         for record in shard.records[::step]:
             digest.update(os.pread(file.fileno(), int(record["size"]), int(record["offset"])))
     return digest.digest()
+
+
+# --------------------------------------------------------------------------------------------------
+# Comparing shards with the sha256 of their index, before a run trains on them.
+
+
+def stamp(shard: Shard) -> str:
+    assert shard.sha256 is not None
+    return file_stamp(shard.path, shard.sha256)
+
+
+def unchecked_shards(catalogs: Iterable[Catalog], known: frozenset[str]) -> list[Shard]:
+    """The shards with an index whose stamp is not among the known ones."""
+    return [
+        shard
+        for catalog in catalogs
+        for shard in catalog.shards
+        if shard.sha256 is not None and stamp(shard) not in known
+    ]
+
+
+def check_shards(
+    shards: list[Shard], advance: Callable[[int], None] = lambda _bytes: None
+) -> list[str]:
+    """Hash the shards; their stamps, or an error that names the first that is damaged."""
+    stamps = []
+    for shard in shards:
+        before = stamp(shard)
+        try:
+            found = file_sha256(shard.path, advance)
+        except OSError as error:
+            raise UserError(f"{shard.name}: cannot be read: {error.strerror}") from None
+        if found != shard.sha256:
+            raise UserError(
+                f"{shard.name}: its sha256 is not that of its index: the shard is damaged or was "
+                "exchanged; python -m data_prep.verify tells more, data.verify=false trains anyway"
+            )
+        stamps.append(before)
+    return stamps

@@ -8,8 +8,11 @@ is free, and writes the images into buffers that it shares with the rank, so tha
 or copied.
 """
 
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,12 +20,107 @@ import torch
 from torch import Tensor
 
 from lipnext_scale.config import ConfigError
-from lipnext_scale.data.batches import BatchMaker, MadeBatch
-from lipnext_scale.data.buffers import BatchBuffers
-from lipnext_scale.data.loading_stats import LoadingStats
-from lipnext_scale.data.source import SUBSTITUTES, Source
-from lipnext_scale.data.workers import made_by_workers
+from lipnext_scale.data.source import SUBSTITUTES, BadReport, Source, Stages
+from lipnext_scale.data.workers import BatchBuffers, BatchMaker, MadeBatch, made_by_workers
 from lipnext_scale.errors import RunFailed
+from lipnext_scale.files import write_atomically
+
+# --------------------------------------------------------------------------------------------------
+# What loading costs: how long training waited, what the stages take, how much is ready.
+
+
+class LoadingStats:
+    """Gathered from batch to batch; `take` tells them and starts anew."""
+
+    def __init__(self) -> None:
+        self._bad: list[BadReport] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self._waited, self._since = 0.0, time.perf_counter()
+        self._stages, self._ready, self._batches = Stages(), 0, 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
+
+    def note(self, made: MadeBatch, ready: int) -> None:
+        self._stages.add(made.stages)
+        self._bad += made.bad
+        self._ready += ready
+        self._batches += 1
+
+    def take(self) -> dict[str, float]:
+        """Images/s of a stage are those of one process that does nothing else."""
+        passed = max(time.perf_counter() - self._since, 1e-9)
+        stages = self._stages
+        told = {
+            "data/wait_share": self._waited / passed,
+            "data/ready_batches": self._ready / max(1, self._batches),
+        }
+        for name in ("read", "decode", "augment"):
+            seconds = getattr(stages, name)
+            if seconds:
+                told[f"data/{name}_images_per_second"] = stages.images / seconds
+        self._reset()
+        return told
+
+    def take_bad(self) -> list[BadReport]:
+        bad, self._bad = self._bad, []
+        return bad
+
+
+# --------------------------------------------------------------------------------------------------
+# Keeping account of samples that could not be used: each is named once, and not for ever.
+
+NAMED_AT_ONCE = 10
+
+
+class BadSamples:
+    """All ranks add the same reports, so they agree on when there are too many.
+
+    listed: the file that names each of them once, whatever a log has room for and however often
+    the run is started. writes: this rank is the one that keeps it.
+    """
+
+    def __init__(self, limit: int, listed: Path, writes: bool = True) -> None:
+        self._limit, self._listed, self._writes = limit, listed, writes
+        self._known: set[tuple[str, int]] = set()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, reports: list[BadReport]) -> list[str]:
+        """Lines for the log on the new ones, at most NAMED_AT_ONCE and how many more there are;
+        too many in all end the run."""
+        new = {(bad.source, bad.sample): bad for bad in reports}
+        names = [
+            f"{bad.source}: {bad.name} {bad.reason}"
+            for key, bad in new.items()
+            if key not in self._known
+        ]
+        self._known |= new.keys()
+        if names and self._writes:
+            names = self._write(names)
+        if len(self._known) > self._limit:
+            raise RunFailed(
+                f"{len(self._known)} bad samples, more than data.bad_sample_limit = {self._limit}; "
+                f"{self._listed} names them"
+            )
+        lines = [f"{name}: another one stands in for it" for name in names[:NAMED_AT_ONCE]]
+        if more := len(names[NAMED_AT_ONCE:]):
+            lines.append(f"… and {more} more bad samples at once: {self._listed} names all")
+        return lines
+
+    def _write(self, names: list[str]) -> list[str]:
+        """Add names to the list; those that an earlier start of the run has not put there."""
+        there = self._listed.read_text("utf-8").splitlines() if self._listed.exists() else []
+        new = [name for name in names if name not in set(there)]
+        if new:
+            write_atomically(self._listed, "".join(f"{name}\n" for name in there + new).encode())
+        return new
 
 
 @dataclass(frozen=True)

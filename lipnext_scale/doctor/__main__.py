@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lipnext_scale.doctor import devices, environment, network
-from lipnext_scale.doctor.launch import Launch, launch_of
+from lipnext_scale.doctor import environment, network
 from lipnext_scale.doctor.report import (
     Finding,
     as_json,
@@ -28,6 +27,7 @@ from lipnext_scale.doctor.report import (
     of_error,
     wrong,
 )
+from lipnext_scale.doctor.run import Launch, launch_of
 from lipnext_scale.errors import ArgumentParser, UserError, command
 
 if TYPE_CHECKING:  # what needs torch is imported where it is looked at: it may be missing
@@ -89,8 +89,8 @@ def examine(launch: Launch, arguments: argparse.Namespace) -> list[Finding]:
     if arguments.config is not None or arguments.overrides:
         recipe, told = _load(arguments)
         findings += told
-    findings += look("gpu", partial(devices.gpus, here, recipe))
-    findings += look("nccl", devices.nccl)
+    findings += look("gpu", partial(environment.gpus, here, recipe))
+    findings += look("nccl", environment.nccl)
     if launch.world_size == 1:
         findings += look("gloo", partial(network.local_gloo, arguments.timeout))
     if recipe is not None:
@@ -114,7 +114,7 @@ def _load(arguments: argparse.Namespace) -> "tuple[Recipe | None, list[Finding]]
 
 
 def examine_run(recipe: "Recipe", launch: Launch, arguments: argparse.Namespace) -> list[Finding]:
-    from lipnext_scale.doctor import data, run
+    from lipnext_scale.doctor import run
 
     ranks = arguments.ranks or launch.world_size
     per_node = arguments.ranks_per_node
@@ -122,9 +122,9 @@ def examine_run(recipe: "Recipe", launch: Launch, arguments: argparse.Namespace)
         per_node = launch.local_world_size if launch.world_size > 1 else min(ranks, 8)
     findings = look("batch", partial(run.batch, recipe, ranks))
     findings += look("memory of the run", partial(run.memory, recipe, ranks, per_node))
-    of_sets, catalogs = data.shards(recipe)
+    of_sets, catalogs = run.shards(recipe)
     findings += of_sets
-    findings += look("copies of shards", partial(data.room_for_copies, recipe))
+    findings += look("copies of shards", partial(run.room_for_copies, recipe))
     findings += look("run.dir", partial(run.directory, recipe))
     findings += look("disk", partial(run.disk, recipe, catalogs))
     return findings
@@ -136,7 +136,7 @@ def examine_all(launch: Launch, arguments: argparse.Namespace) -> list[Finding]:
         import torch
     except (ImportError, OSError) as error:  # not there, or a library of it is not
         return _alone(launch, arguments, error)
-    from lipnext_scale.doctor.together import Together
+    from lipnext_scale.doctor.network import Together
 
     try:
         together = Together(launch, arguments.timeout)

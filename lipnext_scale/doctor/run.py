@@ -1,23 +1,256 @@
 """A run before it starts: its configuration, its memory, its directory."""
 
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
-from lipnext_scale.config import Told
-from lipnext_scale.data import Catalog
+from lipnext_scale.config import ConfigError, Told
+from lipnext_scale.data import Catalog, open_catalog, resolve_shards
+from lipnext_scale.data.catalog import (
+    BUILTIN,
+    Cache,
+    as_url,
+    default_cache,
+    is_builtin,
+    is_remote,
+    is_staged,
+    size_of,
+    unchecked_shards,
+)
+from lipnext_scale.data.datasets import require_fits
 from lipnext_scale.doctor.environment import memory_limit
-from lipnext_scale.doctor.report import Finding, of_error, ok, size, warn, wrong
+from lipnext_scale.doctor.report import Finding, look, of_error, ok, size, warn, wrong
 from lipnext_scale.errors import UserError
 from lipnext_scale.files import nearest_existing
 from lipnext_scale.parallel import build_engine
 from lipnext_scale.parallel.estimate import RankEstimate, estimate
-from lipnext_scale.parallel.pretending import fake_processes
+from lipnext_scale.parallel.processes import fake_processes
 from lipnext_scale.preflight import require_engine
 from lipnext_scale.recipe import Recipe, load_recipe
 from lipnext_scale.run_directory import RunDirectory
+
+# --------------------------------------------------------------------------------------------------
+# Which of how many processes this one is, as torchrun, a launcher like it or srun says.
+
+# srun names no port. Jobs of one node must not share it, and all processes of a job must.
+FIRST_PORT, PORTS = 20000, 20000
+
+
+@dataclass(frozen=True)
+class Launch:
+    """nodes: their names, where the launcher tells them. hosted: the launcher keeps the store at
+    which the processes meet; else the first of them does."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+    hosted: bool = False
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def speaks(self) -> bool:
+        """Of the processes of a node one looks at the node."""
+        return self.local_rank == 0
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.local_world_size
+
+    def name_of(self, rank: int) -> str:
+        """What is known of a process that has not been heard of."""
+        node = self.node_of(rank)
+        host = self.nodes[node] if node < len(self.nodes) else f"node {node}"
+        return f"rank {rank} on {host}"
+
+
+def launch_of(environment: Mapping[str, str]) -> Launch:
+    if "WORLD_SIZE" in environment and "RANK" in environment:
+        return _of_torchrun(environment)
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # not in a batch script itself
+        return _of_srun(environment)
+    return Launch()
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Launch:
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    here = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(environment.get("LOCAL_RANK", rank % int(here))),
+        local_world_size=int(here),
+        address=environment.get("MASTER_ADDR", "127.0.0.1"),
+        port=int(environment.get("MASTER_PORT", FIRST_PORT)),
+        hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        nodes=tuple(expand_nodes(environment.get("SLURM_STEP_NODELIST", ""))),
+    )
+
+
+def _of_srun(environment: Mapping[str, str]) -> Launch:
+    nodes = expand_nodes(environment["SLURM_STEP_NODELIST"])
+    world_size = int(environment["SLURM_STEP_NUM_TASKS"])
+    job = int(environment.get("SLURM_JOB_ID", "0"))
+    return Launch(
+        rank=int(environment["SLURM_PROCID"]),
+        world_size=world_size,
+        local_rank=int(environment["SLURM_LOCALID"]),
+        local_world_size=-(-world_size // len(nodes)),
+        address=environment.get("MASTER_ADDR", nodes[0]),
+        port=int(environment.get("MASTER_PORT", FIRST_PORT + job % PORTS)),
+        nodes=tuple(nodes),
+    )
+
+
+def expand_nodes(listed: str) -> list[str]:
+    """Slurm's way to write names: gpu[01-03,7],login → gpu01, gpu02, gpu03, gpu7, login."""
+    names = []
+    for part in re.findall(r"[^,\[]+(?:\[[^]]*\][^,\[]*)?", listed):
+        found = re.fullmatch(r"([^\[]*)\[([^]]*)\](.*)", part)
+        if found is None:
+            names.append(part)
+            continue
+        for numbers in found[2].split(","):
+            first, _, last = numbers.partition("-")
+            for number in range(int(first), int(last or first) + 1):
+                names.append(f"{found[1]}{number:0{len(first)}}{found[3]}")
+    return names
+
+
+# --------------------------------------------------------------------------------------------------
+# The shards that a configuration names: there, readable, what the model takes, checked; and room
+# on this node for those that are to be copied.
+
+# A disk that copies fill beyond this has too little left for whatever else is written there.
+STAGE_ROOM = 0.8
+_ASKING = 16  # servers answer one question in some tens of milliseconds
+
+
+def shards(recipe: Recipe) -> tuple[list[Finding], list[Catalog]]:
+    """What there is to say of every set, and those that could be opened."""
+    data = recipe.data
+    sets = {
+        "data.train": (data.train, bool(data.augment.resize[1])),
+        "data.test": (data.test, bool(data.test_resize)),
+    }
+    if data.synthetic.shards:
+        resized = bool(data.synthetic.augment.resize[1])
+        sets["data.synthetic.shards"] = (data.synthetic.shards, resized)
+    findings: list[Finding] = []
+    opened: list[Catalog] = []
+    for key, (pattern, resized) in sets.items():
+        findings += look(key, partial(_set, recipe, key, pattern, resized, opened))
+    if opened:
+        findings += look("checksums", partial(checksums, recipe, opened))
+    return findings, opened
+
+
+def _set(
+    recipe: Recipe, key: str, pattern: str, resized: bool, opened: list[Catalog]
+) -> list[Finding]:
+    """One set; a remote one would be copied here by opening it, and is only asked for."""
+    data, model = recipe.data, recipe.model
+    try:
+        names = resolve_shards(pattern, key)
+        if is_remote(names[0]):
+            where = data.stage_dir or data.cache_dir or "the user's cache"
+            return [ok(key, f"{len(names)} shards elsewhere; a run copies them into {where}")]
+        cache = Path(data.cache_dir) if data.cache_dir else None
+        catalog = open_catalog(pattern, key, cache, data.memory_limit_gb)
+        require_fits(catalog, model.image_size, model.in_channels, model.num_classes, resized)
+    except ConfigError as error:  # nothing there, or not what the model takes
+        mend = f"set {error.key}=… to what is there, or mount or make the shards: docs/data.md"
+        return [wrong(key, str(error), mend)]
+    except UserError as error:
+        return [of_error(key, error, _mend(pattern))]
+    opened.append(catalog)
+    held = sum(shard.bytes for shard in catalog.shards)
+    text = f"{len(catalog):,} samples in {len(names)} shards, {size(held)}"
+    bare = [shard for shard in catalog.shards if shard.sha256 is None]
+    if bare and not pattern.startswith("builtin:"):
+        told = f"{text}; {len(bare)} without an index: scanned at every start, never compared"
+        return [warn(key, told, f"python -m data_prep.index '{pattern}'")]
+    return [ok(key, text)]
+
+
+def _mend(pattern: str) -> str:
+    directory = str(Path(pattern.replace("builtin:", f"{BUILTIN}/")).parent)
+    return (
+        f"python -m data_prep.verify {directory} names all that is damaged; copy or convert it "
+        f"again, or write the index anew: python -m data_prep.index --force '{pattern}'"
+    )
+
+
+def checksums(recipe: Recipe, catalogs: list[Catalog]) -> Finding:
+    """Which of the shards are known to be whole; they are hashed by the run, not here."""
+    with_sums = [s for catalog in catalogs for s in catalog.shards if s.sha256 is not None]
+    if not with_sums:
+        return ok("checksums", "these shards have none")
+    if not recipe.data.verify:
+        return warn("checksums", "data.verify = false: shards are not compared", "data.verify=true")
+    new = unchecked_shards(catalogs, RunDirectory(recipe.run.dir).whole_files())
+    if not new:
+        return ok("checksums", f"all {len(with_sums)} shards were found whole by this run")
+    held = sum(shard.bytes for shard in new)
+    return ok("checksums", f"{len(new)} shards, {size(held)}: the run compares them as it starts")
+
+
+def room_for_copies(recipe: Recipe) -> list[Finding]:
+    """Free space of this node against the shards that a run would still copy there."""
+    staged, directory = bool(recipe.data.stage_dir), recipe.data.stage_dir or recipe.data.cache_dir
+    key = "data.stage_dir" if staged else "data.cache_dir"
+    path = Path(directory) if directory else default_cache()
+    copied = _copied(recipe, staged)
+    if not copied:
+        return []
+    new = [shard for shard in copied if not is_staged(shard, Cache(path, key))]
+    mend = f"another {key}=…, on a disk that is larger and can be written"
+    if staged:
+        mend = f"{mend}; or {key}= with nothing, to read the shards where they are"
+    try:
+        place = nearest_existing(path)
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"written by the doctor")
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return [wrong(key, f"{path}: cannot be written: {error.strerror}", mend)]
+    with ThreadPoolExecutor(_ASKING) as pool:
+        sizes = list(pool.map(size_of, new))
+    needed, unknown = sum(held or 0 for held in sizes), sizes.count(None)
+    text = f"{len(new)} of {len(copied)} shards are to be copied, {size(needed)}"
+    text += f" and {unknown} whose size is not told" if unknown else ""
+    text = f"{text}; {size(free)} free at {path}"
+    if needed > free:
+        return [wrong(key, text, mend)]
+    if needed > STAGE_ROOM * free:
+        return [warn(key, f"{text}: it will be nearly full", mend)]
+    return [ok(key, text)]
+
+
+def _copied(recipe: Recipe, staged: bool) -> list[str]:
+    """What a run reads from copies, of sets that are there; of others it has been told."""
+    data, found = recipe.data, list[str]()
+    for key, pattern in (
+        ("data.train", data.train),
+        ("data.test", data.test),
+        ("data.synthetic.shards", data.synthetic.shards),
+    ):
+        try:
+            names = resolve_shards(pattern, key) if pattern else []
+        except UserError:
+            continue
+        if staged and not is_builtin(pattern):
+            names = [as_url(name) for name in names]
+        found += [name for name in names if is_remote(name)]
+    return found
+
 
 # Activations come on top of what is estimated.
 ROOM = 0.8

@@ -6,6 +6,7 @@ reference in the same file, and tests/manifold compares the two.
 
 from lipnext_scale.manifold.exponential import (
     ExpPlan,
+    Workspace,
     exp_reference,
     fast_exp,
     multiply_by_exp_,
@@ -18,11 +19,11 @@ from lipnext_scale.manifold.geometry import (
     lie_gradient,
     lie_gradient_reference,
     orthogonality_error,
+    polar_reference,
+    polar_retract,
     random_orthogonal,
     skew,
 )
-from lipnext_scale.manifold.polar import polar_reference, polar_retract
-from lipnext_scale.manifold.workspace import Workspace
 
 __all__ = [
     "ExpPlan",

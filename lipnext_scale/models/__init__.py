@@ -2,8 +2,7 @@
 
 from lipnext_scale.models.blocks import BlockSpec, block_reference, group_reference
 from lipnext_scale.models.fused import fused_group
-from lipnext_scale.models.group import BlockGroup, WeightLayout
-from lipnext_scale.models.lipnext import Head, LipNeXt, LipNeXtConfig
+from lipnext_scale.models.lipnext import BlockGroup, Head, LipNeXt, LipNeXtConfig, WeightLayout
 
 __all__ = [
     "BlockGroup",

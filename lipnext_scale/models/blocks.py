@@ -3,10 +3,75 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipnext_scale.models import ops
+# --------------------------------------------------------------------------------------------------
+# The operations of LipNeXt: pure functions on channels-last tensors [N, H, W, C], 1-Lipschitz.
+#
+# Written to be read. `fused.py` has the fast version of a whole group of blocks.
+
+# The four shifted channel parts, in order: (dimension, step), dimension 1 = H and 2 = W.
+SHIFTS = ((1, 1), (1, -1), (2, 1), (2, -1))
+
+
+def space_to_depth(images: Tensor, patch_size: int, width: int) -> Tensor:
+    """NCHW images → tokens [N, H/p, W/p, width]: every p×p patch becomes channels, then zeros.
+
+    A permutation of the input with zeros appended: an isometry without parameters.
+    """
+    tokens = F.pixel_unshuffle(images, patch_size).permute(0, 2, 3, 1)
+    return F.pad(tokens, (0, width - tokens.shape[-1]))
+
+
+def shift_width(width: int, shift_ratio: float) -> int:
+    """k = int(αC): how many channels each of the four parts has."""
+    return int(width * shift_ratio)
+
+
+def spatial_shift(x: Tensor, part: int, padding: str) -> Tensor:
+    """Roll the last four parts of `part` channels by one token down, up, right, left (paper §3.2).
+
+    Circular padding makes it a permutation, hence an isometry; zero padding drops what leaves.
+    """
+    if part == 0:
+        return x
+    still, *moving = x.split([x.shape[-1] - 4 * part, *[part] * 4], dim=-1)
+    moved = [
+        _roll(piece, dim, step, padding) for piece, (dim, step) in zip(moving, SHIFTS, strict=True)
+    ]
+    return torch.cat([still, *moved], dim=-1)
+
+
+def _roll(x: Tensor, dim: int, step: int, padding: str) -> Tensor:
+    rolled = torch.roll(x, step, dim)
+    if padding == "zero":
+        kept = torch.ones(x.shape[dim], dtype=x.dtype, device=x.device)
+        kept[0 if step > 0 else -1] = 0
+        shape = [1] * x.dim()
+        shape[dim] = -1
+        rolled = rolled * kept.view(shape)
+    return rolled
+
+
+def beta_abs(x: Tensor, beta: float) -> Tensor:
+    """|·| of the first int(βC) channels, identity on the rest (paper §3.3)."""
+    count = int(x.shape[-1] * beta)
+    return torch.cat([x[..., :count].abs(), x[..., count:]], dim=-1)
+
+
+def minmax(x: Tensor) -> Tensor:
+    """(max(x₁, x₂), min(x₁, x₂)) of the two halves of the channels (paper, Theorem 2)."""
+    one, two = x.chunk(2, dim=-1)
+    return torch.cat([torch.maximum(one, two), torch.minimum(one, two)], dim=-1)
+
+
+def l2_pool(x: Tensor) -> Tensor:
+    """The l2 norm over H and W of each channel, in float32 or better. Its gradient at 0 is 0."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=(1, 2), dtype=dtype)
+
 
 # The orthogonal matrices of a group in turn, R₀, M₀, R₁, M₁, …: as one bank [2g, C, C] or one each.
 Matrices = Tensor | Sequence[Tensor]
@@ -31,9 +96,9 @@ def block_reference(
     if pos is not None:
         x = x + pos
     x = F.linear(x, rotation)
-    x = ops.spatial_shift(x, spec.shift_part, spec.padding)
+    x = spatial_shift(x, spec.shift_part, spec.padding)
     x = F.linear(x, weight, bias)
-    return ops.beta_abs(x, spec.beta) if spec.activation == "beta_abs" else ops.minmax(x)
+    return beta_abs(x, spec.beta) if spec.activation == "beta_abs" else minmax(x)
 
 
 def matrix_list(matrices: Matrices) -> Sequence[Tensor]:

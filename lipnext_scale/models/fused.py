@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lipnext_scale.models.blocks import BlockSpec, Matrices, matrix_list
-from lipnext_scale.models.ops import SHIFTS
+from lipnext_scale.models.blocks import SHIFTS, BlockSpec, Matrices, matrix_list
 
 
 def fused_group(

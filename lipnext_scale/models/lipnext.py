@@ -6,11 +6,110 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lipnext_scale.config import ConfigError
-from lipnext_scale.models import ops
-from lipnext_scale.models.blocks import BlockSpec
-from lipnext_scale.models.group import BlockGroup, WeightLayout
+from lipnext_scale.manifold import random_orthogonal
+from lipnext_scale.models import blocks
+from lipnext_scale.models.blocks import BlockSpec, Matrices, group_reference
+from lipnext_scale.models.fused import fused_group, layer_matrices
+
+# --------------------------------------------------------------------------------------------------
+# A group of LipNeXt blocks: the unit of sharding, compiling and recomputing.
+
+WeightLayout = Literal["bank", "row"]
+
+
+class BlockGroup(nn.Module):
+    """The blocks [first, first + count) of a network.
+
+    Their orthogonal matrices, R and M (or W) of each block in turn, are
+        layout bank: one parameter, bank [2·count, C, C], so that a shard is a stack of whole ones;
+        layout row:  a parameter [C, C] each, `matrices`, so that a shard is some rows of each.
+    bias [count, C], pos [count, H, W, 1].
+    """
+
+    def __init__(
+        self,
+        first: int,
+        count: int,
+        width: int,
+        tokens: tuple[int, int],
+        spec: BlockSpec,
+        has_pos: bool,
+        layout: WeightLayout = "bank",
+    ) -> None:
+        super().__init__()
+        self.first, self.count, self.spec = first, count, spec
+        if layout == "bank":
+            self.bank = nn.Parameter(torch.empty(2 * count, width, width))
+        else:
+            self.matrices = nn.ParameterList(torch.empty(width, width) for _ in range(2 * count))
+        self.bias = nn.Parameter(torch.empty(count, width))
+        self.pos = nn.Parameter(torch.empty(count, *tokens, 1)) if has_pos else None
+        # Set from outside: recompute the activations in the backward pass instead of keeping them;
+        # keep every M·Rᵀ until then (`fused_group`); compute in another type than the parameters
+        # have (FSDP casts by itself and needs it not).
+        self.recompute = False
+        self.keep_products = True
+        self.compute_dtype: torch.dtype | None = None
+
+    @property
+    def layout(self) -> WeightLayout:
+        return "bank" if "bank" in self._parameters else "row"
+
+    def orthogonal_weights(self) -> Matrices:
+        return self.bank if self.layout == "bank" else list(self.matrices)
+
+    def orthogonal_parameters(self) -> list[nn.Parameter]:
+        """The parameters that hold the matrices."""
+        return [self.bank] if self.layout == "bank" else list(self.matrices)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._blocks, x, use_reentrant=False, preserve_rng_state=False)
+        return self._blocks(x)
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        weights = self.orthogonal_weights()
+        weights = (
+            self._cast(weights) if isinstance(weights, Tensor) else [self._cast(w) for w in weights]
+        )
+        pos = None if self.pos is None else self._cast(self.pos)
+        inputs = (self._cast(x), weights, self._cast(self.bias), pos, self.spec)
+        if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
+            return group_reference(*inputs)
+        return fused_group(*inputs, keep_products=self.keep_products)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor if self.compute_dtype is None else tensor.to(self.compute_dtype)
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """(R, W) of every block, W as the forward pass computes it."""
+        return list(zip(*layer_matrices(self.orthogonal_weights(), self.spec), strict=True))
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """R uniform on O(C), M = I (so W = Rᵀ), b = 0, pos = 0."""
+        self.bias.zero_()
+        if self.pos is not None:
+            self.pos.zero_()
+        for index, matrix in enumerate(self.orthogonal_weights()):
+            matrix.copy_(self.initial_matrix(index, seed, matrix))
+
+    def initial_matrix(self, index: int, seed: int, like: Tensor) -> Tensor:
+        """The first value of the group's matrix `index`, on the device and in the type of `like`.
+
+        It comes from (seed, block) alone: the start does not depend on how blocks are grouped, how
+        matrices are laid out or on which process they live.
+        """
+        width = like.shape[-1]
+        if index % 2 and self.spec.parametrisation == "product":
+            return torch.eye(width, dtype=like.dtype, device=like.device)
+        block = self.first + index // 2
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + block) % 2**63)
+        rotation = random_orthogonal(width, generator, like.dtype, like.device)
+        return rotation.mT if index % 2 else rotation
 
 
 @dataclass(frozen=True)
@@ -126,7 +225,7 @@ class LipNeXt(nn.Module):
         self.config = config
         side = config.image_size // config.patch_size
         spec = BlockSpec(
-            shift_part=ops.shift_width(config.width, config.shift_ratio),
+            shift_part=blocks.shift_width(config.width, config.shift_ratio),
             padding=config.padding,
             activation=config.activation,
             beta=config.beta,
@@ -162,10 +261,10 @@ class LipNeXt(nn.Module):
     def features(self, images: Tensor) -> Tensor:
         """The pooled features [N, width] whose l2 distance the certificate is about."""
         self._check_images(images)
-        x = ops.space_to_depth(images - 0.5, self.config.patch_size, self.config.width)
+        x = blocks.space_to_depth(images - 0.5, self.config.patch_size, self.config.width)
         for group in self.block_groups():
             x = group(x)
-        return ops.l2_pool(x)
+        return blocks.l2_pool(x)
 
     def forward(self, images: Tensor, with_head: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The logits; with `with_head` (logits, the head's normalised rows)."""
@@ -185,3 +284,51 @@ class LipNeXt(nn.Module):
             raise ValueError(
                 f"images are {images.dtype}: this model takes floating point in [0, 1]"
             )
+
+
+# --------------------------------------------------------------------------------------------------
+# Stable names: what a weight is called whatever the grouping and the layout of the parameters.
+#
+#     blocks.{i}.R, blocks.{i}.M (product) or blocks.{i}.W (merged), blocks.{i}.bias,
+#     blocks.{i}.pos,#     head.weight, head.bias
+#
+# Exports and checkpoints speak of these alone, so they fit every grouping, layout and world size.
+
+
+@dataclass(frozen=True)
+class NamedPart:
+    """A tensor of the network: a whole parameter, or entry `index` of its first dimension."""
+
+    name: str
+    parameter: nn.Parameter
+    index: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = tuple(self.parameter.shape)
+        return shape if self.index is None else shape[1:]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part's view of a tensor that is laid out as the whole parameter."""
+        return tensor if self.index is None else tensor[self.index]
+
+
+def named_parts(model: LipNeXt) -> list[NamedPart]:
+    """Every number of the network in exactly one part, in the order of the blocks."""
+    second = "M" if model.config.parametrisation == "product" else "W"
+    parts: list[NamedPart] = []
+    for group in model.block_groups():
+        for index in range(2 * group.count):
+            name = f"blocks.{group.first + index // 2}.{second if index % 2 else 'R'}"
+            if group.layout == "bank":
+                parts.append(NamedPart(name, group.bank, index))
+            else:
+                parts.append(NamedPart(name, group.matrices[index]))
+        for index in range(group.count):
+            block = f"blocks.{group.first + index}"
+            parts.append(NamedPart(f"{block}.bias", group.bias, index))
+            if group.pos is not None:
+                parts.append(NamedPart(f"{block}.pos", group.pos, index))
+    parts.append(NamedPart("head.weight", model.head.weight))
+    parts.append(NamedPart("head.bias", model.head.bias))
+    return parts

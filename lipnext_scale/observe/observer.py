@@ -18,11 +18,10 @@ from torch import Tensor
 
 from lipnext_scale import config as configuration
 from lipnext_scale.data import DataSets, StreamLoader
-from lipnext_scale.data.bad_samples import BadSamples
+from lipnext_scale.data.loader import BadSamples
 from lipnext_scale.errors import UserError
 from lipnext_scale.metrics import Metrics
-from lipnext_scale.observe.line import console_line, score_line
-from lipnext_scale.observe.pace import Pace, process_memory
+from lipnext_scale.observe.console import Pace, console_line, process_memory, score_line
 from lipnext_scale.observe.profiling import ProfileWindow, require_reachable_window
 from lipnext_scale.observe.scores import Scores
 from lipnext_scale.optim import Optimizers

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipnext_scale.certify.radius import nominal_radii
 from lipnext_scale.data import DataSets
-from lipnext_scale.data.evaluation import TestBatch
+from lipnext_scale.data.datasets import TestBatch
 from lipnext_scale.heartbeat import beat
 from lipnext_scale.optim import Optimizers
 from lipnext_scale.parallel import Engine

@@ -1,6 +1,6 @@
 """Optimizers: Adam on the orthogonal group for the banks, NAdam for the rest, their schedule."""
 
-from lipnext_scale.optim.lookahead_nadam import LookaheadNAdam
+from lipnext_scale.optim.lookahead_nadam import LookaheadNAdam, local_part
 from lipnext_scale.optim.manifold_adam import (
     ManifoldAdam,
     manifold_adam_reference,
@@ -10,10 +10,9 @@ from lipnext_scale.optim.optimizers import (
     ManifoldOptimizer,
     OptimConfig,
     Optimizers,
+    learning_rate,
     split_parameters,
 )
-from lipnext_scale.optim.schedule import learning_rate
-from lipnext_scale.optim.slow_weights import local_part
 
 __all__ = [
     "LookaheadNAdam",

@@ -22,7 +22,7 @@ from torch import Tensor
 from lipnext_scale import manifold
 from lipnext_scale.manifold import ExpPlan
 from lipnext_scale.manifold.exponential import RULES, default_tolerance, sizes_for
-from lipnext_scale.optim.slow_weights import SlowWeights, local_part
+from lipnext_scale.optim.lookahead_nadam import SlowWeights, local_part
 
 # How much of a bank is worked on at once. On the CPU a chunk of all operands should stay in the
 # cache; on a GPU it need only be large enough to fill the device, and bounds the temporary memory.

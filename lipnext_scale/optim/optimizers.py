@@ -1,5 +1,6 @@
 """Both optimizers of a model as one: which parameter goes where, and the steps taken together."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,23 @@ from lipnext_scale.config import ConfigError
 from lipnext_scale.models import BlockGroup
 from lipnext_scale.optim.lookahead_nadam import LookaheadNAdam
 from lipnext_scale.optim.manifold_adam import ManifoldAdam
-from lipnext_scale.optim.schedule import learning_rate
+
+# --------------------------------------------------------------------------------------------------
+# The learning rate as a pure function of the step.
+
+
+def learning_rate(
+    step: int, lr: float, total_steps: int, warmup_steps: int, final_ratio: float
+) -> float:
+    """Linear warm-up to `lr`, then a half cosine down to `lr·final_ratio` at the last step.
+
+    `step` counts the steps already taken, so the first one has lr/warmup_steps, never 0.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return lr * (final_ratio + (1 - final_ratio) * cosine)
 
 
 @dataclass(frozen=True)

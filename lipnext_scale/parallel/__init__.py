@@ -1,12 +1,10 @@
 """Engines: how a model is placed on processes, differentiated and clipped."""
 
 from lipnext_scale.parallel.config import ParallelConfig
-from lipnext_scale.parallel.ddp import DDPEngine
-from lipnext_scale.parallel.engine import Engine
+from lipnext_scale.parallel.engine import DDPEngine, Engine, SingleEngine
 from lipnext_scale.parallel.fsdp import FSDPEngine
 from lipnext_scale.parallel.pieces import training_pieces
 from lipnext_scale.parallel.processes import Processes, is_out_of_memory, lost_a_peer
-from lipnext_scale.parallel.single import SingleEngine
 from lipnext_scale.parallel.zero import DeepSpeedEngine
 
 __all__ = [

@@ -16,23 +16,52 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lipnext_scale.checkpoint import Pieces
+from lipnext_scale.config import ConfigError
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, Optimizers, local_part
 from lipnext_scale.parallel.config import ParallelConfig
-from lipnext_scale.parallel.mesh import (
-    REPLICATE,
-    SHARD,
-    build_mesh,
-    choose_shard_size,
-    sharding_mesh,
-)
+from lipnext_scale.parallel.engine import DTYPES, SingleEngine
 from lipnext_scale.parallel.pieces import OwnedMatrices, local_range
 from lipnext_scale.parallel.processes import Processes
-from lipnext_scale.parallel.row_layout import RowManifoldAdam
-from lipnext_scale.parallel.single import DTYPES, SingleEngine
+from lipnext_scale.parallel.rows import RowManifoldAdam
+
+# --------------------------------------------------------------------------------------------------
+# The mesh of ranks: replicate × shard.
+#
+# Ranks that differ along `shard` hold different parts of one copy of the model; ranks that differ
+# along `replicate` hold the same parts and average their gradients. Neighbouring ranks share a
+# copy, so that with a shard axis of a node's size weights travel within the node only (HSDP).
+
+REPLICATE, SHARD = "replicate", "shard"
+
+
+def choose_shard_size(wanted: int, world_size: int, local_world_size: int) -> int:
+    """As wanted; by itself the ranks of a node.
+
+    Where nodes have one rank each, or unequally many, all ranks share one copy.
+    """
+    if wanted == 0:
+        nodes_are_alike = local_world_size > 1 and world_size % local_world_size == 0
+        return local_world_size if nodes_are_alike else world_size
+    if world_size % wanted:
+        raise ConfigError(
+            "parallel.shard_size", wanted, f"must divide the number of processes, {world_size}"
+        )
+    return wanted
+
+
+def build_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
+    shape = (world_size // shard_size, shard_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))
+
+
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What FSDP is given: both axes, or the shard axis alone where nothing is replicated."""
+    return mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh
 
 
 class FSDPEngine(SingleEngine):

@@ -18,16 +18,14 @@ from torch import Tensor
 
 from lipnext_scale.checkpoint import Pieces
 from lipnext_scale.manifold import orthogonality_error
-from lipnext_scale.models.naming import named_parts
+from lipnext_scale.models.lipnext import named_parts
 from lipnext_scale.optim import Optimizers, local_part
 from lipnext_scale.optim.manifold_adam import direction_of
-from lipnext_scale.parallel.ddp import DDPEngine
-from lipnext_scale.parallel.engine import Engine
-from lipnext_scale.parallel.fsdp import FSDPEngine
-from lipnext_scale.parallel.mesh import REPLICATE
+from lipnext_scale.parallel.engine import DDPEngine, Engine
+from lipnext_scale.parallel.fsdp import REPLICATE, FSDPEngine
 from lipnext_scale.parallel.pieces import local_range, training_pieces
 from lipnext_scale.parallel.zero import DeepSpeedEngine
-from lipnext_scale.parallel.zero_pieces import owned_matrix_pieces, parts_of
+from lipnext_scale.parallel.zero_state import owned_matrix_pieces, parts_of
 
 MATRICES = (".R", ".M", ".W")  # how the stable names of matrices end
 

@@ -5,7 +5,7 @@
     buffer.NAME                                  the sum of updates since the last Lookahead step
     slow.NAME                                    the slow weights
 
-with the stable names of `models.naming`. A checkpoint of these can be read by any other engine.
+with the stable names of `models.lipnext`. A checkpoint of these can be read by any other engine.
 """
 
 from typing import Any, Protocol
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lipnext_scale.checkpoint import Piece, Pieces
 from lipnext_scale.models import LipNeXt
-from lipnext_scale.models.naming import NamedPart, named_parts
+from lipnext_scale.models.lipnext import NamedPart, named_parts
 from lipnext_scale.optim import Optimizers, local_part
-from lipnext_scale.parallel.ownership import row_range
+from lipnext_scale.parallel.rows import row_range
 
 
 class OwnedMatrices(Protocol):

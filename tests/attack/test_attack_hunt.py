@@ -14,7 +14,7 @@ from lipnext_scale.attack import (
     nearest_change,
     robust_at,
 )
-from lipnext_scale.attack.attacker import images_at_once
+from lipnext_scale.attack.hunt import images_at_once
 from lipnext_scale.certify import Certifier
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 

@@ -11,7 +11,7 @@ from tight_models import tight_model
 from torch import Tensor
 
 from lipnext_scale.attack import METHODS, random_starts, search_copy, smallest_margins
-from lipnext_scale.attack.apgd import checkpoints
+from lipnext_scale.attack.methods import checkpoints
 from lipnext_scale.certify import certified_radii
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from lipnext_scale.attack import AttackExample
+from lipnext_scale.certify.certificate import SampleResults, wilson_interval
 from lipnext_scale.certify.report import ReportInputs
-from lipnext_scale.certify.results import SampleResults, wilson_interval
 
 EPSILONS = (36 / 255, 72 / 255, 0.5)
 

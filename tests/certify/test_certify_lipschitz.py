@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipnext_scale.certify import lipschitz_bound, spectral_norm_bound
-from lipnext_scale.certify.lipschitz import gram_bound
+from lipnext_scale.certify.bounds import gram_bound
 from lipnext_scale.errors import UserError
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.models import LipNeXt, LipNeXtConfig

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lipnext_scale.certify.certificate import SampleResults
 from lipnext_scale.certify.paper import (
     PaperRow,
     comparison_table,
@@ -12,7 +13,6 @@ from lipnext_scale.certify.paper import (
     rows_for,
     short_count,
 )
-from lipnext_scale.certify.results import SampleResults
 
 RADII = (36 / 255, 72 / 255, 108 / 255)
 

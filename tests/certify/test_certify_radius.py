@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipnext_scale.certify import Certifier, SampleResults, certified_radii
+from lipnext_scale.certify.certificate import wilson_interval
 from lipnext_scale.certify.radius import FURTHEST
-from lipnext_scale.certify.results import wilson_interval
 from lipnext_scale.errors import UserError
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from report_making import EPSILONS, attack_of, facts_of, image_of, inputs_of, made_up
 
+from lipnext_scale.certify.certificate import SampleResults
+from lipnext_scale.certify.pictures import classes_section
 from lipnext_scale.certify.report import (
     ReportInputs,
     draw_curve,
@@ -22,9 +24,7 @@ from lipnext_scale.certify.report import (
     report_html,
     write_report,
 )
-from lipnext_scale.certify.report_charts import certified_curve, furthest_shown
-from lipnext_scale.certify.report_samples import classes_section
-from lipnext_scale.certify.results import SampleResults
+from lipnext_scale.certify.report_parts import certified_curve, furthest_shown
 
 VOID = {"meta", "link", "br", "img", "line", "rect", "polygon", "polyline"}
 

@@ -14,7 +14,7 @@ from exact_network import decimals, exact_features, exact_logits, extended, need
 from test_certify_fuzz import align, norm, null_space, steep
 
 from lipnext_scale.certify import Certifier, lipschitz_bound
-from lipnext_scale.certify.layers import measure_blocks
+from lipnext_scale.certify.bounds import measure_blocks
 from lipnext_scale.certify.radius import certified_margins
 from lipnext_scale.certify.rounding import Affine, FeatureRounding, feature_rounding
 from lipnext_scale.models import LipNeXt, LipNeXtConfig

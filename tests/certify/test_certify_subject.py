@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sets_making import write_set
 
-from lipnext_scale.certify.subject import add_arguments, open_subject
+from lipnext_scale.certify.target import add_arguments, open_subject
 from lipnext_scale.recipe import load_recipe
 from lipnext_scale.trainer import Trainer
 

@@ -13,7 +13,7 @@ from checkpoint_parts import assert_holds, cut, message_of, sample_pieces, whole
 from gloo import run_processes
 
 from lipnext_scale.checkpoint import CheckpointWriter, Piece, latest_checkpoint
-from lipnext_scale.checkpoint.storage import HashedFiles
+from lipnext_scale.checkpoint.io import HashedFiles
 from lipnext_scale.errors import UserError
 
 LENGTH = 30_000  # 600 kB for each of the sample tensors but one

@@ -21,8 +21,8 @@ from lipnext_scale.checkpoint import (
     stored_shapes,
     verify_checkpoint,
 )
-from lipnext_scale.checkpoint.integrity import SUMS, digest_on_disk, sums_of
-from lipnext_scale.checkpoint.storage import read_metadata
+from lipnext_scale.checkpoint.directory import SUMS, digest_on_disk, sums_of
+from lipnext_scale.checkpoint.io import read_metadata
 from lipnext_scale.errors import UserError
 
 FILES = [".metadata", "SHA256SUMS", "__0_0.distcp", "__1_0.distcp", "facts.json"]
@@ -154,7 +154,7 @@ def test_the_files_are_shared_out_over_the_processes(saved):
 
 
 def verify_and_count(rank: int, world_size: int, path: str) -> list[str]:
-    from lipnext_scale.checkpoint import integrity
+    from lipnext_scale.checkpoint import directory
 
     seen = []
 
@@ -162,7 +162,7 @@ def verify_and_count(rank: int, world_size: int, path: str) -> list[str]:
         seen.append(file.name)
         return digest_on_disk(file)
 
-    integrity.digest_on_disk = digest
+    directory.digest_on_disk = digest
     verify_checkpoint(Path(path), dist.group.WORLD)
     return seen
 

@@ -12,7 +12,7 @@ from checkpoint_parts import assert_holds, sample_pieces
 from gloo import run_processes
 
 from lipnext_scale.checkpoint import CheckpointWriter, latest_checkpoint
-from lipnext_scale.checkpoint.storage import HashedStream
+from lipnext_scale.checkpoint.io import HashedStream
 
 LENGTH = 60_000  # two tensors of 1.2 and 0.7 MB
 NAMING = "os.rename step-000000002.partial"

@@ -31,7 +31,7 @@ from lipnext_scale.checkpoint import (
     read_facts,
     stored_shapes,
 )
-from lipnext_scale.checkpoint.pieces import Extent, layout_of, share_out
+from lipnext_scale.checkpoint.shards import Extent, layout_of, share_out
 from lipnext_scale.errors import UserError
 
 WORLD = 3

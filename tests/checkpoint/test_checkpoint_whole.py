@@ -9,7 +9,7 @@ from checkpoint_parts import message_of, sample_pieces
 
 from lipnext_scale.checkpoint import CheckpointWriter, latest_checkpoint
 from lipnext_scale.checkpoint import newest_whole_checkpoint as newest_whole
-from lipnext_scale.checkpoint.integrity import SUMS
+from lipnext_scale.checkpoint.directory import SUMS
 
 
 @pytest.fixture

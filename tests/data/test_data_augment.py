@@ -10,7 +10,7 @@ from lipnext_scale.config import ConfigError
 from lipnext_scale.data import AugmentConfig
 from lipnext_scale.data.augment import augment, centre_crop, draw_chances, resize_short_side
 from lipnext_scale.data.decode import BadSample
-from lipnext_scale.data.randomness import below, number_below, sample_bits, uniform
+from lipnext_scale.data.order import below, number_below, sample_bits, uniform
 
 seeds = st.integers(0, 2**70)
 epochs = st.integers(0, 2**40)

@@ -10,8 +10,8 @@ import torch
 from sets_making import make_loader, write_set
 
 from lipnext_scale.data import open_catalog
-from lipnext_scale.data.bad_samples import NAMED_AT_ONCE, BadSamples
-from lipnext_scale.data.evaluation import TestSet
+from lipnext_scale.data.datasets import TestSet
+from lipnext_scale.data.loader import NAMED_AT_ONCE, BadSamples
 from lipnext_scale.data.source import BadReport
 from lipnext_scale.errors import RunFailed, UserError
 

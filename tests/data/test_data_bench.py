@@ -9,7 +9,7 @@ from sets_making import make_source, write_set
 
 from lipnext_scale.bench import loading
 from lipnext_scale.bench.__main__ import main
-from lipnext_scale.data.store import SampleStore
+from lipnext_scale.data.source import SampleStore
 
 DIGITS = str(Path(__file__).parents[2] / "configs" / "digits.yaml")
 

@@ -20,9 +20,9 @@ from lipnext_scale.data import (
     read_samples,
     resolve_shards,
 )
+from lipnext_scale.data.catalog import Cache, stage
 from lipnext_scale.data.index import index_paths, read_index, set_name
-from lipnext_scale.data.staging import Cache, stage
-from lipnext_scale.data.store import MAX_OPEN, SampleStore
+from lipnext_scale.data.source import MAX_OPEN, SampleStore
 from lipnext_scale.errors import UserError
 
 COUNTS = [3, 5, 2]

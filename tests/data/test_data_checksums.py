@@ -10,8 +10,8 @@ from sets_making import write_set
 
 from lipnext_scale.data import catalog as catalog_module
 from lipnext_scale.data import open_catalog
+from lipnext_scale.data.catalog import check_shards, stamp, unchecked_shards
 from lipnext_scale.data.index import read_index, write_index
-from lipnext_scale.data.integrity import check_shards, stamp, unchecked_shards
 from lipnext_scale.errors import UserError
 from lipnext_scale.files import file_sha256
 

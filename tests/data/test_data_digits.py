@@ -10,7 +10,7 @@ import torch
 from data_prep import digits
 from data_prep.writing.shards import write_shard
 from lipnext_scale.data import Samples, read_samples
-from lipnext_scale.data.shards import BUILTIN
+from lipnext_scale.data.catalog import BUILTIN
 
 NAMES = ("train-000000.tar.gz", "test-000000.tar.gz")
 

@@ -14,13 +14,13 @@ from lipnext_scale.config import ConfigError
 from lipnext_scale.data import (
     DataConfig,
     TestSet,
-    evaluation,
+    datasets,
     open_catalog,
     open_test_set,
     rank_share,
 )
 from lipnext_scale.data.augment import centre_crop, resize_short_side
-from lipnext_scale.data.samples import require_fits
+from lipnext_scale.data.datasets import require_fits
 
 
 @given(st.integers(1, 200), st.integers(1, 40))
@@ -35,7 +35,7 @@ def test_every_sample_counts_on_one_rank(count, world):
 @pytest.mark.parametrize("world, workers", [(1, 0), (2, 2), (3, 0), (4, 2), (7, 0)])
 def test_thirteen_uneven_shards(tmp_path, monkeypatch, world, workers):
     """Batches of all ranks together hold each sample once, with its own pixels and class."""
-    monkeypatch.setattr(evaluation, "BATCH", 6)
+    monkeypatch.setattr(datasets, "BATCH", 6)
     pattern = write_set(tmp_path, [5, 1, 9, 0, 3, 7, 2, 8, 4, 6, 11, 1, 8])
     catalog, seen, passes = open_catalog(pattern, "data.test"), [], set()
     for rank in range(world):

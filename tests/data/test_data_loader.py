@@ -13,7 +13,7 @@ from shard_making import noise
 
 from lipnext_scale.config import ConfigError
 from lipnext_scale.data import AugmentConfig, Batch, StreamLoader
-from lipnext_scale.data.batches import BatchMaker
+from lipnext_scale.data.workers import BatchMaker
 
 UNEVEN = [5, 1, 9, 0, 3, 7, 2, 8, 4, 6, 11, 1, 7]  # 64 samples in 13 shards
 PLAIN = AugmentConfig()

@@ -7,8 +7,8 @@ from gloo import run_processes
 from huge_set import private_bytes, write_huge_set
 
 from lipnext_scale.data import AugmentConfig, open_catalog
-from lipnext_scale.data.batches import BatchMaker
 from lipnext_scale.data.source import Source, SourceOptions
+from lipnext_scale.data.workers import BatchMaker
 
 SAMPLES = 4_000_000
 

@@ -12,10 +12,8 @@ from typing import BinaryIO
 import pytest
 from sets_making import data_config, write_set
 
-from lipnext_scale.data import Catalog, DataConfig, DataSets, staging
-from lipnext_scale.data.integrity import check_shards
-from lipnext_scale.data.shards import as_url
-from lipnext_scale.data.staging import Cache, stage
+from lipnext_scale.data import Catalog, DataConfig, DataSets, catalog
+from lipnext_scale.data.catalog import Cache, as_url, check_shards, stage
 from lipnext_scale.errors import UserError
 
 COUNTS = [3, 5, 2]
@@ -106,14 +104,14 @@ def test_shards_are_copied_several_at_a_time(
     """With an index and without: a copy goes on only when another one is under way."""
     shards = write_set(tmp_path / "set", [1] * 4, index=index)
     together = threading.Barrier(2)
-    really_open = staging._open_remote
+    really_open = catalog._open_remote
 
     def open_together(shard: str) -> object:
         if shard.endswith(".tar"):
             together.wait(30)
         return really_open(shard)
 
-    monkeypatch.setattr(staging, "_open_remote", open_together)
+    monkeypatch.setattr(catalog, "_open_remote", open_together)
     assert len(opened(shards, tmp_path / "node")) == 4
 
 
@@ -150,7 +148,7 @@ def stage_slowly(
             opened.value += 1
         return Slow(open(name.removeprefix("file://"), "rb"), begun, seconds)
 
-    staging._open_remote = open_slowly
+    catalog._open_remote = open_slowly
     copy = stage(shard, Cache(directory))
     assert copy is not None
     assert copy.read_bytes() == Path(shard.removeprefix("file://")).read_bytes()
@@ -201,19 +199,19 @@ def test_nodes_that_share_a_directory_write_files_of_their_own(
     """Not all file systems show one node the locks of another. What a node that is gone left half
     done is removed."""
     node, asides = tmp_path / "node", set()
-    directory = staging.staged_path(as_url(shards), Cache(node)).parent
+    directory = catalog.staged_path(as_url(shards), Cache(node)).parent
     directory.mkdir(parents=True)
     theirs, left = directory / "train-000000.tar.far.partial", directory / "x.tar.gone.partial"
     for path in (theirs, left):
         path.write_text("half of it")
     os.utime(left, (time.time() - 2 * 3600,) * 2)
-    really_open = staging._open_remote
+    really_open = catalog._open_remote
 
     def open_noting(shard: str) -> object:
         asides.update(path.name for path in directory.glob("*.partial"))
         return really_open(shard)
 
-    monkeypatch.setattr(staging, "_open_remote", open_noting)
+    monkeypatch.setattr(catalog, "_open_remote", open_noting)
     check_shards(opened(shards, node).shards)
     assert f"train-000000.tar.{os.uname().nodename}.partial" in asides
     assert theirs.read_text() == "half of it" and not left.exists()

@@ -9,7 +9,7 @@ from sets_making import write_set
 from lipnext_scale.data import open_catalog
 from lipnext_scale.data.catalog import Catalog, Shard
 from lipnext_scale.data.index import KINDS, RECORD
-from lipnext_scale.data.store import SampleStore
+from lipnext_scale.data.source import SampleStore
 
 IMAGE = 100_000
 

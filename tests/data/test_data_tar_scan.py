@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from shard_making import encode, noise, tar_bytes, write_tar
 from webdataset.tariterators import tarfile_samples
 
-from lipnext_scale.data.index import KINDS, RECORD, Record
-from lipnext_scale.data.tar_scan import sample_key, scan_tar
+from lipnext_scale.data.index import KINDS, RECORD, Record, sample_key, scan_tar
 from lipnext_scale.errors import UserError
 
 IMAGE = encode(noise(4, 4))

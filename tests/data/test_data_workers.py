@@ -15,9 +15,14 @@ from sets_making import make_loader, make_source, write_set
 from shared_memory import mapped_names
 
 from lipnext_scale.data import StreamLoader
-from lipnext_scale.data.batches import BatchMaker, MadeBatch
-from lipnext_scale.data.buffers import HANDED_OUT, BatchBuffers
-from lipnext_scale.data.workers import lost_a_worker, made_by_workers
+from lipnext_scale.data.workers import (
+    HANDED_OUT,
+    BatchBuffers,
+    BatchMaker,
+    MadeBatch,
+    lost_a_worker,
+    made_by_workers,
+)
 
 WORKERS, PREFETCH = 2, 2
 UNDER_WAY = WORKERS * PREFETCH

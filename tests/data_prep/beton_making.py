@@ -14,8 +14,7 @@ import simplejpeg
 from PIL import Image
 
 from data_prep import ffcv as command
-from lipnext_scale.data.beton import INSTALL
-from lipnext_scale.data.index import KINDS, index_paths, map_records, read_index
+from lipnext_scale.data.index import INSTALL, KINDS, index_paths, map_records, read_index
 
 SAMPLES, SIDE = 24, 40
 # A first line for `python -c`.

@@ -11,8 +11,7 @@ from foreign_shards import encode, fails, noise
 from PIL import Image
 
 from data_prep.edm import main
-from lipnext_scale.data.index import Record, index_paths, map_records, read_index
-from lipnext_scale.data.tar_scan import sample_key
+from lipnext_scale.data.index import Record, index_paths, map_records, read_index, sample_key
 
 N = 12
 PIXELS = noise(N, 6, 5, 3)

@@ -8,8 +8,7 @@ from beton_making import failure, picture, with_ffcv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipnext_scale.data.beton import beton_records
-from lipnext_scale.data.index import KINDS
+from lipnext_scale.data.index import KINDS, beton_records
 from lipnext_scale.errors import UserError
 
 pytestmark = with_ffcv

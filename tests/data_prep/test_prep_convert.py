@@ -31,7 +31,7 @@ from prep_sources import (
 import lipnext_scale
 from data_prep import imagenet
 from data_prep.writing import convert
-from data_prep.writing.set_plan import SHARD_BYTES, default_shard_samples
+from data_prep.writing.convert import SHARD_BYTES, default_shard_samples
 from lipnext_scale.data.index import read_index
 
 pytestmark = pytest.mark.slow  # all of them together take half a minute

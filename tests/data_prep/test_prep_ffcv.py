@@ -31,11 +31,10 @@ from beton_making import (
 from PIL import Image
 
 from data_prep import ffcv as command
-from lipnext_scale.data.beton import beton_records
 from lipnext_scale.data.catalog import open_catalog
 from lipnext_scale.data.decode import decode
-from lipnext_scale.data.index import KINDS, index_paths, map_records, read_index
-from lipnext_scale.data.store import SampleStore
+from lipnext_scale.data.index import KINDS, beton_records, index_paths, map_records, read_index
+from lipnext_scale.data.source import SampleStore
 
 pytestmark = with_ffcv
 
@@ -116,7 +115,7 @@ def test_an_indexed_file_is_read_without_ffcv(folder):
     path = convert(folder, out="alone.beton")
     code = """
 from lipnext_scale.data.catalog import open_catalog
-from lipnext_scale.data.store import SampleStore
+from lipnext_scale.data.source import SampleStore
 store = SampleStore(open_catalog(sys.argv[1], 'data.train'))
 for number in range(len(store.catalog)):
     sys.stdout.buffer.write(store.decode(*store.read(number), 3).tobytes())

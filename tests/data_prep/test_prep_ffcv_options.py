@@ -7,7 +7,7 @@ import sys
 import pytest
 from beton_making import WITHOUT_FFCV, failure, write_shards
 
-from lipnext_scale.data.beton import INSTALL
+from lipnext_scale.data.index import INSTALL
 
 WRONG = {
     "name": ("--out set.bin", "--out .*set.bin: must end in .beton"),

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data_prep import index
-from data_prep.checking.contact_sheet import THUMB, choose
-from data_prep.checking.set_statistics import entropy
+from data_prep.checking.contents import THUMB, choose, entropy
 from data_prep.inspect import main
 from lipnext_scale.data.index import RECORD
 

@@ -13,8 +13,7 @@ import pytest
 from prep_sources import contents, encoded, noise, run_command, samples_of, succeeds, write_files
 
 from data_prep import imagenet
-from data_prep.writing.convert import run_conversion
-from data_prep.writing.options import ConversionOptions
+from data_prep.writing.convert import ConversionOptions, run_conversion
 from lipnext_scale.errors import RunFailed
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from prep_sources import python2_pickle
 
 from data_prep import cifar, edm, imagenet, verify
 from lipnext_scale.data import AugmentConfig, DataConfig, DataSets, open_catalog, read_samples
-from lipnext_scale.data.store import SampleStore
+from lipnext_scale.data.source import SampleStore
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 pytestmark = [

@@ -20,9 +20,9 @@ from prep_sources import (
 
 import lipnext_scale
 from data_prep import imagenet
-from data_prep.writing import journal
+from data_prep.writing import shard_jobs
 from data_prep.writing.convert import SetPlan
-from data_prep.writing.journal import Journal
+from data_prep.writing.shard_jobs import Journal
 
 pytestmark = pytest.mark.slow  # all of them together take half a minute
 
@@ -116,7 +116,7 @@ def test_another_source_is_refused(source, tmp_path, state):
 def test_another_version_does_not_go_on_but_takes_what_is_complete(source, tmp_path, monkeypatch):
     """No set is made of two versions' shards; a finished one is nobody's concern."""
     half_done(source, tmp_path)
-    monkeypatch.setattr("data_prep.writing.set_plan.__version__", "9.9")
+    monkeypatch.setattr("data_prep.writing.convert.__version__", "9.9")
     argv = ("--source", source, "--split", "train", "--shard-samples", 4, *QUICK)
     error = is_refused(imagenet.main, *argv, "--out", tmp_path / "half")
     assert f"its version is {lipnext_scale.__version__}, asked for 9.9" in error
@@ -141,12 +141,12 @@ def test_a_complete_set_that_lost_a_shard(source, tmp_path):
 
 def test_two_conversions_at_a_time(source, tmp_path, monkeypatch):
     """The second waits a while and is refused; when the lock is free again it goes."""
-    monkeypatch.setattr(journal, "PATIENCE", 0.2)
-    with (tmp_path / journal.LOCK).open("w") as other:
+    monkeypatch.setattr(shard_jobs, "PATIENCE", 0.2)
+    with (tmp_path / shard_jobs.LOCK).open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         argv = ("--source", source, "--split", "train", "--out", tmp_path, *QUICK)
         error = is_refused(imagenet.main, *argv)
         assert "another conversion is writing there" in error
-        assert [path.name for path in tmp_path.iterdir()] == [journal.LOCK]
+        assert [path.name for path in tmp_path.iterdir()] == [shard_jobs.LOCK]
     convert_train(source, tmp_path)
-    assert not (tmp_path / journal.LOCK).exists()
+    assert not (tmp_path / shard_jobs.LOCK).exists()

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from data_prep import index
 from data_prep.verify import main
-from lipnext_scale.data.index import map_records
-from lipnext_scale.data.tar_scan import scan_tar
+from lipnext_scale.data.index import map_records, scan_tar
 
 pytestmark = pytest.mark.slow  # all of them together take half a minute
 

@@ -16,8 +16,8 @@ NOWHERE = "nowhere0"  # no interface has this name
 # What every process of a launch does, without looking at its machine too.
 MEETING = """
 import os
-from lipnext_scale.doctor.launch import launch_of
-from lipnext_scale.doctor.together import Together
+from lipnext_scale.doctor.run import launch_of
+from lipnext_scale.doctor.network import Together
 together = Together(launch_of(os.environ), {seconds})
 found = together.answers()
 if all(finding.state == "ok" for finding in found):

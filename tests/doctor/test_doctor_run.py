@@ -6,7 +6,7 @@ import pytest
 from faults import DIGITS, mounted, small_recipe, the
 
 from lipnext_scale.doctor import run
-from lipnext_scale.doctor.devices import gpus
+from lipnext_scale.doctor.environment import gpus
 from lipnext_scale.recipe import load_recipe
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.trainer import Trainer

@@ -12,8 +12,12 @@ import pytest
 from elastic_run import ElasticRun
 from parallel.launch_commands import ROOT
 
-from lipnext_scale.faults.hang_report import HangReports, _ranks_in_words
-from lipnext_scale.faults.watchdog import HANG_EXIT_CODE, collective_timeout
+from lipnext_scale.faults.watchdog import (
+    HANG_EXIT_CODE,
+    HangReports,
+    _ranks_in_words,
+    collective_timeout,
+)
 
 SHORT = 3  # seconds
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from launched_runs import ROOT, SETTINGS, VARIABLES
 from slurm_cluster import SlurmCluster, wait_until
 
-from lipnext_scale.data.shards import BUILTIN
+from lipnext_scale.data.catalog import BUILTIN
 
 
 class Job:

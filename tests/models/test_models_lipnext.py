@@ -7,7 +7,7 @@ import torch
 
 from lipnext_scale.config import ConfigError
 from lipnext_scale.manifold import orthogonality_error
-from lipnext_scale.models import BlockGroup, Head, LipNeXt, LipNeXtConfig, ops
+from lipnext_scale.models import BlockGroup, Head, LipNeXt, LipNeXtConfig, blocks
 
 TINY = LipNeXtConfig(depth=5, width=16, image_size=8, num_classes=4)
 
@@ -118,10 +118,10 @@ def test_features_keep_the_norm_of_the_image():
 def test_features_are_the_composition_of_the_parts():
     """features = pool(groups(stem(x - 0.5))), logits = head(features)."""
     model = LipNeXt(config(blocks_per_bank=2), seed=0)
-    x = ops.space_to_depth(images() - 0.5, 2, 16)
+    x = blocks.space_to_depth(images() - 0.5, 2, 16)
     for group in model.groups:
         x = group(x)
-    features = ops.l2_pool(x)
+    features = blocks.l2_pool(x)
     assert torch.equal(model.features(images()), features)
     assert torch.equal(model(images()), model.head(features)[0])
 
@@ -290,7 +290,7 @@ def test_without_shift_tokens_are_independent():
     other[..., :2, :2] = 0
     outputs = []
     for batch in (one, other):
-        x = ops.space_to_depth(batch - 0.5, 2, 16)
+        x = blocks.space_to_depth(batch - 0.5, 2, 16)
         for group in model.groups:
             x = group(x)
         outputs.append(x)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipnext_scale.models import ops
+from lipnext_scale.models import blocks
 
 sides = st.integers(1, 5)
 
@@ -26,7 +26,7 @@ def test_space_to_depth_is_an_isometry(channels, patch, side, extra):
     """Every pixel arrives exactly once; what is appended is zero; distances stay."""
     images = tokens(2, channels, side * patch, side * patch)
     width = channels * patch**2 + extra
-    out = ops.space_to_depth(images, patch, width)
+    out = blocks.space_to_depth(images, patch, width)
     assert out.shape == (2, side, side, width)
     assert not out[..., channels * patch**2 :].any()
     for image, result in zip(images, out[..., : channels * patch**2], strict=True):
@@ -38,7 +38,7 @@ def test_space_to_depth_keeps_patches_together():
     """The token in row i, column j holds the pixels of patch (i, j)."""
     images = torch.zeros(1, 3, 6, 6)
     images[0, :, 2:4, 4:6] = torch.arange(1.0, 13.0).view(3, 2, 2)
-    out = ops.space_to_depth(images, 2, 12)
+    out = blocks.space_to_depth(images, 2, 12)
     assert torch.equal(out[0, 1, 2].sort().values, images[0, :, 2:4, 4:6].flatten().sort().values)
     assert int(out.any(dim=-1).sum()) == 1
 
@@ -48,7 +48,7 @@ def test_space_to_depth_keeps_patches_together():
 def test_circular_shift_is_a_permutation(height, width, part, still):
     """Circular padding permutes the entries of each channel: the norm is kept exactly."""
     x = tokens(2, height, width, 4 * part + still)
-    out = ops.spatial_shift(x, part, "circular")
+    out = blocks.spatial_shift(x, part, "circular")
     assert out.shape == x.shape
     before, after = x.flatten(1, 2), out.flatten(1, 2)
     assert torch.equal(before.sort(dim=1).values, after.sort(dim=1).values)
@@ -60,7 +60,7 @@ def test_circular_shift_is_a_permutation(height, width, part, still):
 def test_zero_padded_shift_drops_what_leaves(height, width, part, still):
     """Zero padding loses exactly the one row or column that is pushed out, and never more norm."""
     x = tokens(2, height, width, 4 * part + still)
-    out = ops.spatial_shift(x, part, "zero")
+    out = blocks.spatial_shift(x, part, "zero")
     assert float(out.norm()) <= float(x.norm())
     down, up, right, left = x[..., still:].split(part, dim=-1)
     lost = down[:, -1].norm() ** 2 + up[:, 0].norm() ** 2
@@ -73,7 +73,7 @@ def test_shift_moves_a_token_down_up_right_left(padding):
     """The four parts move by (+1, 0), (-1, 0), (0, +1), (0, -1); the first channels stay."""
     x = torch.zeros(1, 5, 5, 6)
     x[0, 2, 2] = torch.arange(1.0, 7.0)
-    out = ops.spatial_shift(x, 1, padding)
+    out = blocks.spatial_shift(x, 1, padding)
     expected = torch.zeros_like(x)
     expected[0, 2, 2, :2] = torch.tensor([1.0, 2.0])
     for channel, (row, column) in enumerate([(3, 2), (1, 2), (2, 3), (2, 1)], start=2):
@@ -85,7 +85,7 @@ def test_shift_at_the_border_wraps_or_vanishes():
     """A token in the corner reappears on the other side with circular padding only."""
     x = torch.zeros(1, 3, 3, 4)
     x[0, 2, 2] = 1.0  # down and right leave the image
-    circular, zero = (ops.spatial_shift(x, 1, padding)[0] for padding in ("circular", "zero"))
+    circular, zero = (blocks.spatial_shift(x, 1, padding)[0] for padding in ("circular", "zero"))
     assert circular[0, 2, 0] == 1 and circular[2, 0, 2] == 1 and circular.sum() == 4
     assert zero[0, 2, 0] == 0 and zero[2, 0, 2] == 0 and zero.sum() == 2
 
@@ -95,7 +95,7 @@ def test_shift_at_the_border_wraps_or_vanishes():
 )
 def test_shift_width(width, ratio, part):
     """k = int(αC)."""
-    assert ops.shift_width(width, ratio) == part
+    assert blocks.shift_width(width, ratio) == part
 
 
 @pytest.mark.parametrize("beta, folded", [(0.0, 0), (0.5, 4), (0.75, 6), (0.8, 6), (1.0, 8)])
@@ -103,7 +103,7 @@ def test_beta_abs_folds_the_first_channels(beta, folded):
     """|·| on int(βC) channels of the last dimension (not the first, as printed)."""
     x = -torch.ones(5, 3, 3, 8)
     expected = torch.cat([torch.ones(5, 3, 3, folded), -torch.ones(5, 3, 3, 8 - folded)], dim=-1)
-    assert torch.equal(ops.beta_abs(x, beta), expected)
+    assert torch.equal(blocks.beta_abs(x, beta), expected)
 
 
 @pytest.mark.parametrize("half", [1, 3, 8])
@@ -115,11 +115,11 @@ def test_minmax_is_a_rotated_beta_abs(half):
         torch.cat([torch.cat([identity, -identity], 1), torch.cat([identity, identity], 1)])
         / 2**0.5
     )
-    expected = ops.beta_abs(x @ r.mT, 0.5) @ r
-    torch.testing.assert_close(ops.minmax(x), expected, rtol=0, atol=1e-14)
+    expected = blocks.beta_abs(x @ r.mT, 0.5) @ r
+    torch.testing.assert_close(blocks.minmax(x), expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("function", [lambda x: ops.beta_abs(x, 0.75), ops.minmax])
+@pytest.mark.parametrize("function", [lambda x: blocks.beta_abs(x, 0.75), blocks.minmax])
 def test_activations_are_one_lipschitz(function):
     """|act(x) - act(y)| ≤ |x - y| token by token."""
     x, y = tokens(1000, 8), tokens(1000, 8, seed=1)
@@ -134,7 +134,7 @@ def test_l2_pool_is_the_norm_over_positions():
     x[1, 0, 1, 2], x[1, 2, 3, 2] = 3.0, -4.0
     expected = torch.zeros(2, 5)
     expected[1, 2] = 5.0
-    assert torch.equal(ops.l2_pool(x), expected)
+    assert torch.equal(blocks.l2_pool(x), expected)
 
 
 def test_l2_pool_has_a_finite_gradient_at_zero():
@@ -142,7 +142,7 @@ def test_l2_pool_has_a_finite_gradient_at_zero():
     x = tokens(2, 3, 3, 4)
     x[..., 1] = 0
     x.requires_grad_()
-    ops.l2_pool(x).sum().backward()
+    blocks.l2_pool(x).sum().backward()
     assert not x.grad[..., 1].any()
     value = x.detach()
     expected = value / value.norm(dim=(1, 2), keepdim=True)
@@ -151,5 +151,5 @@ def test_l2_pool_has_a_finite_gradient_at_zero():
 
 def test_l2_pool_of_bfloat16_is_summed_in_float32():
     """The pooled features are at least float32: a bfloat16 sum of 4,096 squares would stall."""
-    pooled = ops.l2_pool(torch.ones(1, 64, 64, 2, dtype=torch.bfloat16))
+    pooled = blocks.l2_pool(torch.ones(1, 64, 64, 2, dtype=torch.bfloat16))
     assert pooled.dtype == torch.float32 and torch.equal(pooled, torch.full((1, 2), 64.0))

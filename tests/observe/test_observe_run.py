@@ -18,8 +18,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lipnext_scale.config import ConfigError
 from lipnext_scale.models import LipNeXtConfig
-from lipnext_scale.observe.flops import peak_by_name, training_flops_per_image
-from lipnext_scale.observe.line import COLUMNS, console_line, duration
+from lipnext_scale.observe.console import (
+    COLUMNS,
+    console_line,
+    duration,
+    peak_by_name,
+    training_flops_per_image,
+)
 from lipnext_scale.recipe import RunConfig
 from lipnext_scale.trainer import Trainer
 
@@ -204,15 +209,15 @@ def test_the_arithmetic_of_a_model_is_that_of_its_products() -> None:
     """Counted by torch in a forward and a backward pass of the plain form, less the M·Rᵀ."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from lipnext_scale.models import LipNeXt, group_reference, ops
+    from lipnext_scale.models import LipNeXt, blocks, group_reference
 
     config = LipNeXtConfig(**MODEL, parametrisation="merged")
     model, images = LipNeXt(config, seed=0), torch.rand(4, 1, 8, 8)
     with FlopCounterMode(display=False) as counter:
-        x = ops.space_to_depth(images - 0.5, 2, 16).requires_grad_()
+        x = blocks.space_to_depth(images - 0.5, 2, 16).requires_grad_()
         for group in model.block_groups():
             x = group_reference(x, group.bank, group.bias, group.pos, group.spec)
-        logits, _ = model.head(ops.l2_pool(x))
+        logits, _ = model.head(blocks.l2_pool(x))
         logits.sum().backward()
     assert counter.get_total_flops() == 4 * training_flops_per_image(config)
 

@@ -26,9 +26,18 @@ from PIL import Image
 
 from lipnext_scale import config as configuration
 from lipnext_scale.metrics import read_records
-from lipnext_scale.observe.following import KEPT, Curve, FollowedRun
+from lipnext_scale.observe.live import (
+    BLOCKS,
+    KEPT,
+    Curve,
+    FollowedRun,
+    Pen,
+    _cut,
+    render,
+    sparkline,
+    visible_length,
+)
 from lipnext_scale.observe.picture import _by_depth, draw_summary_or_say
-from lipnext_scale.observe.view import BLOCKS, Pen, _cut, render, sparkline, visible_length
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.watch import main
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
-from lipnext_scale.data import opening
+from lipnext_scale.data import datasets
 from lipnext_scale.parallel.traffic import Collective, CountTraffic
 from lipnext_scale.recipe import load_recipe
 from lipnext_scale.trainer import Trainer
@@ -39,12 +39,12 @@ SETTINGS = [
 ]
 
 Counted = dict[str, Collective]
-open_once = cache(opening.open_catalog)
+open_once = cache(datasets.open_catalog)
 
 
 def small_trainer(directory: Path, *overrides: str) -> Trainer:
     """On the ranks that there are; the shards are opened once for all trainers of a process."""
-    with mock.patch.object(opening, "open_catalog", open_once):
+    with mock.patch.object(datasets, "open_catalog", open_once):
         return Trainer(load_recipe(None, [*SETTINGS, f"run.dir={directory}", *overrides]))
 
 

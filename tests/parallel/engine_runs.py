@@ -33,9 +33,9 @@ from lipnext_scale.checkpoint import (
     stored_shapes,
     verify_checkpoint,
 )
-from lipnext_scale.checkpoint.reader import read_metadata
-from lipnext_scale.data import opening
-from lipnext_scale.parallel.single import DTYPES
+from lipnext_scale.checkpoint.io import read_metadata
+from lipnext_scale.data import datasets
+from lipnext_scale.parallel.engine import DTYPES
 from lipnext_scale.recipe import Recipe, load_recipe
 from lipnext_scale.trainer import Trainer
 
@@ -107,7 +107,7 @@ def recipe(directory: Path, *overrides: str) -> Recipe:
     return load_recipe(None, [*SETTINGS, f"run.dir={directory}", *overrides])
 
 
-open_once = cache(opening.open_catalog)
+open_once = cache(datasets.open_catalog)
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def dtype_of(overrides: Sequence[str]) -> torch.dtype:
 
 def build_trainer(directory: Path, *overrides: str) -> Trainer:
     """A trainer of the run in `directory`; the shards are opened once for all runs of a process."""
-    with mock.patch.object(opening, "open_catalog", open_once):
+    with mock.patch.object(datasets, "open_catalog", open_once):
         return Trainer(recipe(directory, *overrides))
 
 

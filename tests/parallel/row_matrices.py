@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.optim import ManifoldAdam
-from lipnext_scale.parallel.ownership import row_range
-from lipnext_scale.parallel.row_layout import RowManifoldAdam
+from lipnext_scale.parallel.rows import RowManifoldAdam, row_range
 
 
 def name_of(index: int) -> str:

@@ -8,7 +8,7 @@ from count_runs import small_trainer
 from gloo import run_processes
 
 from lipnext_scale.certify import lipschitz_bound
-from lipnext_scale.certify.layers import bound_of_norms, owned_norms
+from lipnext_scale.certify.bounds import bound_of_norms, owned_norms
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.parallel.pieces import training_pieces
 

@@ -18,7 +18,7 @@ from gloo import run_processes
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.optim import OptimConfig, Optimizers, split_parameters
 from lipnext_scale.parallel import ParallelConfig, build_engine
-from lipnext_scale.parallel.memory import training_memory
+from lipnext_scale.parallel.estimate import training_memory
 
 WIDTH, MATRICES, STEPS = 64, 8, 6
 MATRIX = 4 * WIDTH**2

@@ -15,9 +15,8 @@ from count_runs import Counted, bytes_of_whole_gradients, count_steps, small_tra
 from gloo import run_processes
 
 from lipnext_scale.parallel import FSDPEngine
-from lipnext_scale.parallel.estimate import RankEstimate, estimate
-from lipnext_scale.parallel.memory import Memory, training_memory
-from lipnext_scale.parallel.row_exchange import WORD
+from lipnext_scale.parallel.estimate import Memory, RankEstimate, estimate, training_memory
+from lipnext_scale.parallel.rows import WORD
 from lipnext_scale.trainer import Trainer
 
 pytestmark = pytest.mark.slow

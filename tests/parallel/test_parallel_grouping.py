@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipnext_scale.models import LipNeXtConfig
-from lipnext_scale.parallel.grouping import GROUP_BYTES, choose_group_size
-from lipnext_scale.parallel.ownership import row_range
+from lipnext_scale.parallel.config import GROUP_BYTES, choose_group_size
+from lipnext_scale.parallel.rows import row_range
 
 configs = st.builds(LipNeXtConfig, depth=st.integers(1, 80), width=st.integers(12, 10_000))
 shards = st.integers(1, 96)

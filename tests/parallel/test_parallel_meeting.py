@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from lipnext_scale.errors import RunFailed
-from lipnext_scale.parallel.meeting import store_of_this_start
+from lipnext_scale.parallel.processes import store_of_this_start
 
 
 def start(store: dist.Store, world_size: int) -> list[dist.Store]:

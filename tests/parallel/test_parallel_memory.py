@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lipnext_scale.parallel.memory import Memory, memory_per_rank
+from lipnext_scale.parallel.estimate import Memory, memory_per_rank
 
 PARAMETERS = 5 * 7 + 7 + 7 * 3 + 3
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipnext_scale.config import ConfigError
-from lipnext_scale.parallel.mesh import (
+from lipnext_scale.parallel.fsdp import (
     REPLICATE,
     SHARD,
     build_mesh,

@@ -6,8 +6,7 @@ import torch.distributed as dist
 from gloo import run_processes
 from row_matrices import rows
 
-from lipnext_scale.parallel.ownership import assign_owners
-from lipnext_scale.parallel.row_exchange import PackedExchange, Parcel, RowExchange
+from lipnext_scale.parallel.rows import PackedExchange, Parcel, RowExchange, assign_owners
 
 CPU = torch.device("cpu")
 SIDES = [10, 3, 4, 7, 3]

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lipnext_scale.optim import ManifoldAdam
-from lipnext_scale.parallel.row_layout import RowManifoldAdam
+from lipnext_scale.parallel.rows import RowManifoldAdam
 
 SIDE, COUNT, STEPS = 10, 5, 7
 OPTIONS = {"lr": 0.02, "lookahead": 3}

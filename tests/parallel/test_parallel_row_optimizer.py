@@ -20,7 +20,7 @@ from row_matrices import (
     unfilled,
 )
 
-from lipnext_scale.parallel.row_layout import RowManifoldAdam
+from lipnext_scale.parallel.rows import RowManifoldAdam
 
 SIDES = [8, 3, 10, 8, 5, 8]
 OPTIONS = {"lr": 0.05, "lookahead": 3, "bucket_bytes": 1}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lipnext_scale.parallel.ownership import assign_owners, make_buckets, row_range
+from lipnext_scale.parallel.rows import assign_owners, make_buckets, row_range
 
 ranks_ = st.integers(1, 9)
 costs_ = st.lists(st.integers(1, 1000), max_size=40)

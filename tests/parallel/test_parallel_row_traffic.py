@@ -8,7 +8,7 @@ from row_matrices import build, give, gradients
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lipnext_scale.optim import ManifoldAdam
-from lipnext_scale.parallel.row_exchange import PackedExchange
+from lipnext_scale.parallel.rows import PackedExchange
 
 SIDE, COUNT = 32, 12
 

@@ -12,7 +12,7 @@ from lipnext_scale.config import ConfigError
 from lipnext_scale.errors import UserError
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.parallel import ParallelConfig, build_engine, zero
-from lipnext_scale.parallel.zero_layout import (
+from lipnext_scale.parallel.zero_state import (
     ALIGNMENT,
     Slot,
     flat_group_slots,

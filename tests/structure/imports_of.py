@@ -79,7 +79,7 @@ def own_imports(module: str) -> set[str]:
 
 
 def component(module: str) -> str:
-    """lipnext_scale.optim.schedule → optim; lipnext_scale itself → lipnext_scale."""
+    """lipnext_scale.optim.optimizers → optim; lipnext_scale itself → lipnext_scale."""
     parts = module.split(".")
     return parts[1] if parts[0] == PACKAGE and len(parts) > 1 else parts[0]
 

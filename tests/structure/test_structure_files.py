@@ -1,4 +1,4 @@
-"""The repository's files: their size, and configuration keys that somebody reads."""
+"""Configuration keys that something reads."""
 
 import ast
 import dataclasses
@@ -6,21 +6,9 @@ import functools
 from typing import get_type_hints
 
 import pytest
-from imports_of import ROOT, modules, python_files
+from imports_of import modules
 
 from lipnext_scale.recipe import Recipe
-
-MAX_LINES = 400
-
-
-def test_no_file_is_too_long():
-    """Beyond 400 lines a file is two files."""
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
-        for path in python_files()
-    }
-    assert {"lipnext_scale/trainer.py", "data_prep/writing/shards.py"} <= lengths.keys()
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
 def sections(kind: type = Recipe, path: str = "") -> dict[str, type]:

@@ -16,7 +16,7 @@ from shared_memory import mapped_names
 from small import assert_same, final_state
 from torch.utils.data import Dataset
 
-from lipnext_scale.data import catalog, integrity
+from lipnext_scale.data import catalog
 from lipnext_scale.data.workers import made_by_workers
 from lipnext_scale.errors import RunFailed, UserError
 from lipnext_scale.files import file_sha256, os_error_in_words
@@ -120,8 +120,7 @@ def test_shards_are_not_hashed_again(sets, tmp_path, monkeypatch):
         hashed.append(Path(path).name)
         return file_sha256(path, *arguments)
 
-    for module in (integrity, catalog):
-        monkeypatch.setattr(module, "file_sha256", noted)
+    monkeypatch.setattr(catalog, "file_sha256", noted)
     Trainer(recipe(sets, tmp_path / "run", "run.max_steps=1")).run()
     notes = (tmp_path / "run" / "checked_shards.txt").read_text().splitlines()
     assert len(hashed) == len(notes) == 13 + 2 + 2 + 3  # shards, indexes

@@ -13,7 +13,7 @@ import pytest
 from small import SETTINGS, STEPS, assert_same, final_state, small_recipe
 
 from lipnext_scale import stopping
-from lipnext_scale.data.shards import BUILTIN
+from lipnext_scale.data.catalog import BUILTIN
 from lipnext_scale.errors import UserError
 from lipnext_scale.trainer import Trainer
 
