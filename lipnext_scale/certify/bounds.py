@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipnext_scale.checkpoint import Pieces
 from lipnext_scale.errors import UserError
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.models.blocks import matrix_list
@@ -201,34 +200,3 @@ def lipschitz_bound(model: LipNeXt) -> float:
     """K of `model.features`: 1 + a little after training. Weights must be finite."""
     blocks = measure_blocks(model)
     return network_bound(blocks[number] for number in sorted(blocks))
-
-
-@torch.no_grad()
-def owned_norms(pieces: Pieces, kind: str = "model") -> dict[str, float]:
-    """Bounds of the matrices that this process holds whole, by stable name.
-
-    For sharded models, whose ranks own whole matrices: nothing is gathered. kind: `model`, or
-    `slow` for the slow weights.
-    """
-    prefix = f"{kind}.blocks."
-    found = {}
-    for name, piece in pieces.items():
-        if name.startswith(prefix) and name.endswith((".R", ".M", ".W")):
-            assert tuple(piece.tensor.shape) == piece.shape, f"{name} is not whole here"
-            found[name.removeprefix(f"{kind}.")] = spectral_norm_bound(piece.tensor)
-    return found
-
-
-def bound_of_norms(norms: dict[str, float]) -> float:
-    """K from the norms of all ranks together.
-
-    In the product form ‖W‖ ≤ ‖M‖·‖R‖ is used, for M and R may be on different ranks: near O(d)
-    that loses nothing to speak of.
-    """
-    factors = []
-    for name in sorted(norms):
-        block, _, which = name.rpartition(".")
-        factors.append(norms[name])
-        if which == "M":
-            factors.append(norms[f"{block}.R"])
-    return _product(factors)
