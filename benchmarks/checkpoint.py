@@ -18,7 +18,7 @@ import torch
 from benchmarks.timing import machine, print_rows
 from lipnext_scale.checkpoint import (
     CheckpointWriter,
-    Piece,
+    StateShard,
     latest_checkpoint,
     load_pieces,
     verify_checkpoint,
@@ -35,7 +35,7 @@ def main() -> None:
     arguments = parser.parse_args()
     count = max(1, arguments.megabytes * 10**6 // (4 * SIDE**2))
     tensors = {f"matrix.{index}": torch.randn(SIDE, SIDE) for index in range(count)}
-    pieces = {name: Piece(tensor, (SIDE, SIDE), (0, 0)) for name, tensor in tensors.items()}
+    pieces = {name: StateShard(tensor, (SIDE, SIDE), (0, 0)) for name, tensor in tensors.items()}
     print(machine())
     print(f"{count} matrices, {count * 4 * SIDE**2 / 1e6:.0f} MB")
     seconds: dict[str, list[float]] = {}

@@ -49,7 +49,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-class Told(NamedTuple):
+class LauncherSetting(NamedTuple):
     """What a launcher says about a setting, and where: `VARIABLE = its text`."""
 
     value: Any
@@ -60,7 +60,7 @@ def load(
     cls: type[T],
     path: str | Path | None,
     overrides: list[str] | None = None,
-    launcher: Mapping[str, Told] | None = None,
+    launcher: Mapping[str, LauncherSetting] | None = None,
 ) -> T:
     """Build `cls` from a YAML file (with its bases) and `a.b=c` overrides.
 
@@ -79,7 +79,9 @@ def load(
         raise ConfigError(error.key, error.value, right) from None
 
 
-def _over_launcher(values: dict[str, Any], launcher: Mapping[str, Told]) -> dict[str, Any]:
+def _over_launcher(
+    values: dict[str, Any], launcher: Mapping[str, LauncherSetting]
+) -> dict[str, Any]:
     """`values` with what only the launcher speaks of; "auto" leaves the choice to it too."""
     values = dict(values)
     for key, told in launcher.items():

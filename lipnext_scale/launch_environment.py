@@ -12,13 +12,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lipnext_scale.config import ConfigError, Told, as_float
+from lipnext_scale.config import ConfigError, LauncherSetting, as_float
 from lipnext_scale.errors import UserError
 
 Environment = Mapping[str, str]
 
 
-class Said(dict[str, Told]):
+class Said(dict[str, LauncherSetting]):
     """section.key → what was said; nobody contradicts himself."""
 
     def add(self, key: str, value: Any, name: str, text: Any) -> None:
@@ -26,7 +26,7 @@ class Said(dict[str, Told]):
         before = self.get(key)
         if before is not None and before.value != value:
             raise ConfigError(name, text, f"{before.source} says otherwise; make them agree")
-        self[key] = Told(value, f"{name} = {text}")
+        self[key] = LauncherSetting(value, f"{name} = {text}")
 
 
 def launcher_settings(

@@ -18,7 +18,7 @@ from lipnext_scale.optim import local_part
 from lipnext_scale.parallel import Engine, FSDPEngine, build_engine
 from lipnext_scale.parallel.estimate import RankEstimate, estimate
 from lipnext_scale.parallel.fsdp import SHARD
-from lipnext_scale.parallel.processes import fake_processes
+from lipnext_scale.parallel.processes import fake_group
 from lipnext_scale.recipe import Recipe, load_recipe
 
 MEMORY = ("parameters", "gradients", "optimizer", "kept", "gathered", "buffers")
@@ -58,7 +58,7 @@ def plan(recipe: Recipe, ranks: int, per_node: int) -> tuple[str, list[RankEstim
     described, estimates, distinct = "", [], 1
     for rank in range(ranks):
         if rank < distinct:
-            with fake_processes(rank, ranks):
+            with fake_group(rank, ranks):
                 engine = build_engine(recipe.parallel, "cpu", per_node)
                 model = engine.place(recipe.model)
                 assert all(p.is_meta for p in model.parameters()), "a plan allocates nothing"

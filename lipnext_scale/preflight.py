@@ -6,7 +6,7 @@ asks one process a node first (launch/shared/node.sh).
 
 from lipnext_scale.data import DataSets
 from lipnext_scale.parallel import build_engine
-from lipnext_scale.parallel.processes import choose_device, fake_processes
+from lipnext_scale.parallel.processes import choose_device, fake_group
 from lipnext_scale.parallel.zero import require_deepspeed
 from lipnext_scale.recipe import Recipe
 from lipnext_scale.run_directory import RunDirectory
@@ -31,5 +31,5 @@ def require_engine(recipe: Recipe, ranks: int, ranks_per_node: int) -> None:
     """Whether so many processes could share the model: it is placed on them without memory."""
     if recipe.parallel.engine == "deepspeed":
         require_deepspeed()
-    with fake_processes(0, ranks):
+    with fake_group(0, ranks):
         build_engine(recipe.parallel, "cpu", ranks_per_node).place(recipe.model)

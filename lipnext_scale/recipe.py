@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from lipnext_scale import config as configuration
-from lipnext_scale.config import ConfigError, Told
+from lipnext_scale.config import ConfigError, LauncherSetting
 from lipnext_scale.data import DataConfig
 from lipnext_scale.losses import LossConfig
 from lipnext_scale.models import LipNeXtConfig
@@ -173,7 +173,7 @@ class Recipe:
 def load_recipe(
     path: str | None,
     overrides: list[str] | None = None,
-    launcher: Mapping[str, Told] | None = None,
+    launcher: Mapping[str, LauncherSetting] | None = None,
 ) -> Recipe:
     """launcher: what launch_environment.py has found, for a run that starts now."""
     return configuration.load(Recipe, path, overrides, launcher)

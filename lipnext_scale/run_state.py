@@ -17,7 +17,7 @@ import torch
 from lipnext_scale import config as configuration
 from lipnext_scale.checkpoint import (
     CheckpointWriter,
-    Pieces,
+    StateShards,
     load_pieces,
     newest_whole_checkpoint,
     read_facts,
@@ -80,7 +80,7 @@ class RunState:
         self._require_equal_replicas(step, pieces)
         self._writer.save(step, pieces, facts, self._run.async_checkpoint and not failed)
 
-    def _require_equal_replicas(self, step: int, pieces: Pieces) -> None:
+    def _require_equal_replicas(self, step: int, pieces: StateShards) -> None:
         """Ranks that hold the same part hold the same numbers, or the checkpoint would mix two."""
         sums = self._engine.processes.gather_objects(checksums(pieces))
         first: dict[str, tuple[int, int]] = {}

@@ -23,7 +23,7 @@ from lipnext_scale.errors import ArgumentParser, Stopped, UserError, command
 from lipnext_scale.launch_environment import launcher_settings
 from lipnext_scale.preflight import check_run
 from lipnext_scale.recipe import load_recipe
-from lipnext_scale.stopping import stop_wishes
+from lipnext_scale.stopping import stop_requests
 from lipnext_scale.trainer import Trainer
 
 
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     keep_freed_memory()
     # Slurm's warning may come while the shards are looked through: the first step then heeds it.
-    with stop_wishes(signals=(SIGUSR1,)) as wish:
-        trainer = Trainer(recipe, wish)
+    with stop_requests(signals=(SIGUSR1,)) as request:
+        trainer = Trainer(recipe, request)
         try:
             trainer.run()
         except Stopped:  # on all ranks at the same step

@@ -23,15 +23,15 @@ from lipnext_scale.parallel import build_engine, is_out_of_memory, lost_a_peer
 from lipnext_scale.recipe import Recipe
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.run_state import RunState
-from lipnext_scale.stopping import StopWish, stop_wishes
+from lipnext_scale.stopping import StopRequest, stop_requests
 
 
 class Trainer:
     """A run: built from a recipe, continued from its newest checkpoint, trained to the end."""
 
-    def __init__(self, recipe: Recipe, wish: StopWish | None = None) -> None:
+    def __init__(self, recipe: Recipe, request: StopRequest | None = None) -> None:
         self.recipe = recipe
-        self.wish = wish or StopWish()  # it may be there before the first step
+        self.request = request or StopRequest()  # it may be there before the first step
         torch.manual_seed(recipe.run.seed)  # nothing draws from it yet, and nothing may differ
         model = recipe.model
         self.directory = RunDirectory(recipe.run.dir)
@@ -47,7 +47,7 @@ class Trainer:
         )
         self.processes = self.engine.processes
         self.loader = self._build_loader()
-        self.processes.first_does(lambda: self.directory.require_free_or_same(recipe))
+        self.processes.on_rank0(lambda: self.directory.require_free_or_same(recipe))
         checked = self._check_shards(known)
         self.model = self._build_model()
         self.optimizers = self.engine.optimizers(recipe.optim)
@@ -57,7 +57,7 @@ class Trainer:
         self.observer = Observer(
             recipe, self.engine, self.optimizers, self.data, self.loader, self.step
         )
-        self.processes.first_does(lambda: self.directory.open_for(recipe, checked))
+        self.processes.on_rank0(lambda: self.directory.open_for(recipe, checked))
         if self.step and self.is_first:
             print(f"continuing {self.directory.path} from step {self.step}")
 
@@ -113,7 +113,7 @@ class Trainer:
         self.observer.open(self.directory)
         self.observer.say(self._introduction())
         try:
-            with self._watching(), stop_wishes(self.wish), self.state.finishing():
+            with self._watching(), stop_requests(self.request), self.state.finishing():
                 self._loop()
             self.observer.finish()
         except BrokenPipeError:  # of whoever reads our output: not the run's
@@ -133,8 +133,8 @@ class Trainer:
                 raise RunFailed(f"step {self.step + 1}: {self._out_of_memory()}") from None
             if not lost_a_peer(error):
                 raise
-            if self.wish.signal is not None and not self.is_first:
-                raise_signal(self.wish.signal)  # the launcher waits for our end
+            if self.request.signal is not None and not self.is_first:
+                raise_signal(self.request.signal)  # the launcher waits for our end
             raise RunFailed(
                 f"step {self.step}: another process has ended; the same command continues {run.dir}"
             ) from None
@@ -152,7 +152,7 @@ class Trainer:
         )
 
     def _watching(self) -> AbstractContextManager[None]:
-        start = self.processes.first_does(lambda: time.strftime("%Y-%m-%d_%H-%M-%S"))
+        start = self.processes.on_rank0(lambda: time.strftime("%Y-%m-%d_%H-%M-%S"))
         return watching(
             self.recipe.run.hang_timeout,
             self.directory.hangs / start,
@@ -205,7 +205,7 @@ class Trainer:
             self.state.wait()
             told_by = f"{signal.name} at step {self.step}: saved"
             if signal is Signals.SIGUSR1:
-                self.processes.first_does(lambda: self.directory.ask_for_requeue(told_by))
+                self.processes.on_rank0(lambda: self.directory.ask_for_requeue(told_by))
             raise Stopped(signal, f"{told_by}; the same command continues {run.dir}")
 
     def train_step(self, batch: Batch) -> dict[str, float | Tensor]:
@@ -252,9 +252,9 @@ class Trainer:
         return torch.stack(losses).mean(), torch.stack(hits).mean()
 
     def _over_all_ranks(self, loss: Tensor, accuracy: Tensor) -> tuple[Tensor, Tensor]:
-        """Their means over ranks, and the wish to stop if any rank has one: all act on it alike."""
-        wish = torch.full_like(loss, self.wish.signal or 0)
-        told = self.processes.gather(torch.stack([loss, accuracy, wish]))
+        """Their means over ranks, and whether any rank was asked to stop: all act on it alike."""
+        request = torch.full_like(loss, self.request.signal or 0)
+        told = self.processes.gather(torch.stack([loss, accuracy, request]))
         number = int(told[:, 2].max())
         self.stop_signal = Signals(number) if number else None
         return told[:, 0].mean(), told[:, 1].mean()

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lipnext_scale import config as configuration
 from lipnext_scale.checkpoint import (
-    Piece,
-    Pieces,
+    StateShard,
+    StateShards,
     latest_checkpoint,
     load_pieces,
     stored_shapes,
@@ -117,7 +117,7 @@ def load_export(path: Path) -> LipNeXt:
 
 
 @torch.no_grad()
-def read_export(path: Path, file: Any, pieces: Pieces) -> None:
+def read_export(path: Path, file: Any, pieces: StateShards) -> None:
     """Read pieces by stable name out of an opened export; of each only the rows that it is."""
     for name, piece in pieces.items():
         if name not in file.keys():  # noqa: SIM118
@@ -132,8 +132,8 @@ def read_export(path: Path, file: Any, pieces: Pieces) -> None:
         piece.tensor.copy_(stored[rows])
 
 
-def _whole(tensor: Tensor) -> Piece:
-    return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+def _whole(tensor: Tensor) -> StateShard:
+    return StateShard(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
 
 
 def load_run_model(directory: RunDirectory, checkpoint: Path | None = None) -> LipNeXt:

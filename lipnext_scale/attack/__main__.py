@@ -19,11 +19,11 @@ from lipnext_scale.certify.certificate import parse_radii
 from lipnext_scale.certify.radius import PROOF
 from lipnext_scale.certify.target import (
     Arrays,
-    Subject,
+    EvaluationTarget,
     add_arguments,
-    open_subject,
+    map_test_set,
+    open_target,
     shared_blocks,
-    work_through,
 )
 from lipnext_scale.config import as_float
 from lipnext_scale.cpu import keep_freed_memory
@@ -42,23 +42,23 @@ def main(argv: list[str] | None = None) -> None:
     keep_freed_memory()
     processes = Processes(arguments.device, alone=True)
     try:
-        subject = processes.each(lambda: open_subject(arguments))
-        samples = _evenly_spaced(arguments.samples, len(subject.test.catalog))
-        model = subject.model.to(processes.device, torch.float64)
+        target = processes.each(lambda: open_target(arguments))
+        samples = _evenly_spaced(arguments.samples, len(target.test.catalog))
+        model = target.model.to(processes.device, torch.float64)
         certifier = Certifier(model, shared_blocks(model, processes), lipschitz)
-        facts = _facts(subject, certifier, settings, inside, epsilons)
+        facts = _facts(target, certifier, settings, inside, epsilons)
         if certifier.assumed and processes.rank == 0:
             print(_no_certificate(certifier.lipschitz_bound), flush=True)
-        results = work_through(
-            subject.test,
-            subject.out,
-            [PROOF, *subject.identity(), repr(facts)],
+        results = map_test_set(
+            target.test,
+            target.out,
+            [PROOF, *target.identity(), repr(facts)],
             partial(_attack_batch, Attacker(certifier, settings), inside, epsilons),
             processes,
             "attack",
             samples,
         )
-        processes.first_does(lambda: _tell(subject, facts, results))
+        processes.on_rank0(lambda: _tell(target, facts, results))
     finally:
         processes.close()
 
@@ -111,7 +111,7 @@ def _evenly_spaced(count: int | None, total: int) -> torch.Tensor:
 
 
 def _facts(
-    subject: Subject,
+    target: EvaluationTarget,
     certifier: Certifier,
     settings: AttackSettings,
     inside: float,
@@ -124,9 +124,9 @@ def _facts(
         lipschitz_bound=certifier.lipschitz_bound,
         lipschitz_assumed=certifier.assumed,
         arithmetic=str(certifier.dtype).removeprefix("torch."),
-        weights=subject.weights,
-        fingerprint=subject.test.catalog.fingerprint(),
-        resize=subject.test.resize,
+        weights=target.weights,
+        fingerprint=target.test.catalog.fingerprint(),
+        resize=target.test.resize,
     )
 
 
@@ -157,11 +157,11 @@ def _attack_batch(
     }
 
 
-def _tell(subject: Subject, facts: Facts, results: Arrays) -> None:
+def _tell(target: EvaluationTarget, facts: Facts, results: Arrays) -> None:
     """Write and print; a violation is a failure once all is written."""
-    report = Report(facts, results, subject.test.catalog)
-    written = report.write(subject.out)
-    print(f"attack of {subject.path} on {subject.data}")
+    report = Report(facts, results, target.test.catalog)
+    written = report.write(target.out)
+    print(f"attack of {target.path} on {target.data}")
     print(report.table())
     print("written: " + ", ".join(str(path) for path in written), flush=True)
     assumed = _no_certificate(facts.lipschitz_bound) if facts.lipschitz_assumed else ""

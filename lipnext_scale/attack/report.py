@@ -63,7 +63,7 @@ class Facts:
 
 
 class Report:
-    """results: of `work_through`, with the arrays that `__main__.py` makes of each chunk."""
+    """results: of `map_test_set`, with the arrays that `__main__.py` makes of each chunk."""
 
     def __init__(self, facts: Facts, results: Arrays, catalog: Catalog) -> None:
         self.facts = facts

@@ -36,11 +36,11 @@ from lipnext_scale.certify.radius import PROOF, nominal_radii
 from lipnext_scale.certify.report import ReportInputs, draw_curve, draw_examples, write_report
 from lipnext_scale.certify.target import (
     Arrays,
-    Subject,
+    EvaluationTarget,
     add_arguments,
-    open_subject,
+    map_test_set,
+    open_target,
     shared_blocks,
-    work_through,
 )
 from lipnext_scale.cpu import keep_freed_memory
 from lipnext_scale.data import TestBatch
@@ -88,21 +88,21 @@ def _parser() -> ArgumentParser:
 
 def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Processes) -> None:
     began = time.perf_counter()
-    subject = processes.each(lambda: open_subject(arguments))
+    target = processes.each(lambda: open_target(arguments))
     dtype = getattr(torch, arguments.dtype)
-    blocks = shared_blocks(subject.model.to(processes.device, _measured(dtype)), processes)
-    proof, radii = _radii_of(subject.model.to(dtype), blocks)
+    blocks = shared_blocks(target.model.to(processes.device, _measured(dtype)), processes)
+    proof, radii = _radii_of(target.model.to(dtype), blocks)
     # All that a radius depends on: chunks of an older proof must not be taken up by a newer one.
-    what = ["certify", PROOF, arguments.dtype, repr(proof), *subject.identity()]
+    what = ["certify", PROOF, arguments.dtype, repr(proof), *target.identity()]
     work = partial(_work, radii)
-    arrays = work_through(subject.test, subject.out, what, work, processes, title="certify")
+    arrays = map_test_set(target.test, target.out, what, work, processes, title="certify")
     if processes.rank:
         return
     results = SampleResults(**arrays)
-    facts = certificate(subject, proof, results, epsilons)
-    examples = _attack_examples(subject, radii, results) if isinstance(radii, Certifier) else []
-    written = _write(subject, facts, results, examples, arguments.json)
-    print(f"{_title(facts)} of {subject.path} on {subject.data}")
+    facts = certificate(target, proof, results, epsilons)
+    examples = _attack_examples(target, radii, results) if isinstance(radii, Certifier) else []
+    written = _write(target, facts, results, examples, arguments.json)
+    print(f"{_title(facts)} of {target.path} on {target.data}")
     print(table(facts))
     print(comparison_text(facts), end="")
     seconds = time.perf_counter() - began
@@ -145,26 +145,26 @@ def _work(radii: Radii, batch: TestBatch) -> Arrays:
 
 
 def _write(
-    subject: Subject,
+    target: EvaluationTarget,
     facts: dict[str, Any],
     results: SampleResults,
     examples: list[AttackExample],
     json_copy: Path | None,
 ) -> list[Path]:
     """All files; the certificate is last, so that where it is the others are too."""
-    out = RunDirectory(subject.out)
+    out = RunDirectory(target.out)
     inputs = ReportInputs(
         facts=facts,
         results=results,
-        image=subject.test.image,
-        name=subject.test.sample_name,
+        image=target.test.image,
+        name=target.test.sample_name,
         attacks=examples,
         attack=_attack_of(out.attack, facts),
     )
     outputs: dict[Path, Callable[[Path], None]] = {
-        out.samples: lambda path: write_samples(path, results, subject.test.sample_name),
+        out.samples: lambda path: write_samples(path, results, target.test.sample_name),
         out.curve_picture: lambda path: draw_curve(path, facts, results),
-        out.examples_picture: lambda path: draw_examples(path, results, subject.test.image),
+        out.examples_picture: lambda path: draw_examples(path, results, target.test.image),
         out.report: lambda path: write_report(path, inputs),
         out.certificate: lambda path: write_json(path, facts),
     }
@@ -190,7 +190,7 @@ def _attack_of(path: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _attack_examples(
-    subject: Subject, certifier: Certifier, results: SampleResults
+    target: EvaluationTarget, certifier: Certifier, results: SampleResults
 ) -> list[AttackExample]:
     """Of some right predictions, from small to large radii, the nearest change that is found."""
     (right,) = (results.correct & (results.radii > 0)).nonzero()
@@ -199,7 +199,7 @@ def _attack_examples(
     search = search_copy(certifier.model)
     found = []
     for sample in [ordered[place] for place in sorted(places)]:
-        image = torch.from_numpy(subject.test.image(sample)).permute(2, 0, 1)
+        image = torch.from_numpy(target.test.image(sample)).permute(2, 0, 1)
         label, radius = int(results.predictions[sample]), float(results.radii[sample])
         example = nearest_change(certifier, image, label, radius, sample, search=search)
         found += [example] if example is not None else []

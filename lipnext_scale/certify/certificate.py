@@ -18,7 +18,7 @@ import torch
 
 import lipnext_scale
 from lipnext_scale import config as configuration
-from lipnext_scale.certify.target import Subject
+from lipnext_scale.certify.target import EvaluationTarget
 from lipnext_scale.config import as_float
 from lipnext_scale.errors import UserError
 from lipnext_scale.files import write_atomically
@@ -109,26 +109,26 @@ class Proof:
 
 
 def certificate(
-    subject: Subject, proof: Proof, results: SampleResults, epsilons: tuple[float, ...]
+    target: EvaluationTarget, proof: Proof, results: SampleResults, epsilons: tuple[float, ...]
 ) -> dict[str, Any]:
     """certificate.json."""
-    model, catalog = subject.model, subject.test.catalog
+    model, catalog = target.model, target.test.catalog
     rounding = {"method": METHOD, "features": proof.feature_rounding}
     return {
         "format": 1,
         "certified": not proof.why_not,
         **({"why_not": proof.why_not} if proof.why_not else {}),
         "model": {
-            "path": str(subject.path),
-            "weights": subject.weights,
+            "path": str(target.path),
+            "weights": target.weights,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "architecture": configuration.to_dict(model.config),
         },
         "data": {
-            "shards": subject.data,
+            "shards": target.data,
             "fingerprint": catalog.fingerprint(),
             "samples": len(results),
-            "resize": subject.test.resize,
+            "resize": target.test.resize,
         },
         "arithmetic": proof.arithmetic,
         "lipschitz_bound": proof.lipschitz_bound,

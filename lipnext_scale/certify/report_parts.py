@@ -1,4 +1,4 @@
-"""Pieces of an HTML page: text that is escaped once, tables that scroll, images inside the page.
+"""Parts of an HTML page: text that is escaped once, tables that scroll, images inside the page.
 
 `Html` is text that is markup already; any other value is escaped where it enters, so that no name
 out of a data set or a path can become part of the page's structure.

@@ -26,7 +26,7 @@ from lipnext_scale.weights import SUFFIX, stable_parameters
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluationTarget:
     """model: as stored, on the CPU. out: where results go. data: the pattern of the shards."""
 
     path: Path
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
 
 
-def open_subject(arguments: argparse.Namespace) -> Subject:
+def open_target(arguments: argparse.Namespace) -> EvaluationTarget:
     """Load the model, open the test shards, and see that they fit together."""
     if (arguments.run is None) == (arguments.model is None):
         raise UserError("give either --run DIR or --model PATH")
@@ -68,7 +68,7 @@ def open_subject(arguments: argparse.Namespace) -> Subject:
         raise UserError(f"--resize {arguments.resize}: must be 0 or at least {takes.image_size}")
     key = "--data" if arguments.data else "data.test"
     test = open_test_set(config, takes.image_size, takes.in_channels, takes.num_classes, key)
-    return Subject(
+    return EvaluationTarget(
         path, model, weights_digest(model), test, config.test, _out(arguments, path, run)
     )
 
@@ -131,7 +131,7 @@ CHUNK = 256
 Arrays = dict[str, np.ndarray]  # of the samples of a chunk, in their order
 
 
-def work_through(
+def map_test_set(
     test: TestSet,
     directory: Path,
     what: list[str],
@@ -153,7 +153,7 @@ def work_through(
     digest = hashlib.sha256("\n".join(what).encode()).hexdigest()[:16]
     store = _Store(directory / f".{title}-{digest}")
     chunks = samples.split(CHUNK)
-    done = processes.first_does(lambda: _writable(store.begin))
+    done = processes.on_rank0(lambda: _writable(store.begin))
     todo = [number for number in range(len(chunks)) if number not in done]
     mine = todo[processes.rank :: processes.world_size]
     progress = Progress(

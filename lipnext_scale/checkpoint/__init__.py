@@ -12,13 +12,13 @@ from lipnext_scale.checkpoint.directory import (
     verify_checkpoint,
 )
 from lipnext_scale.checkpoint.io import CheckpointWriter, load_pieces, read_facts, stored_shapes
-from lipnext_scale.checkpoint.shards import Piece, Pieces
+from lipnext_scale.checkpoint.shards import StateShard, StateShards
 
 __all__ = [
     "SUMS",
     "CheckpointWriter",
-    "Piece",
-    "Pieces",
+    "StateShard",
+    "StateShards",
     "latest_checkpoint",
     "load_pieces",
     "newest_whole_checkpoint",

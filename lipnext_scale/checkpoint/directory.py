@@ -60,7 +60,7 @@ def tidy(directory: Path) -> None:
             path.rename(directory / checkpoint_name(step))
 
 
-def give_name(partial: Path, path: Path) -> None:
+def commit(partial: Path, path: Path) -> None:
     """Make the written checkpoint the one of its name, in place of an older one of this step."""
     replaced = path.with_name(path.name + REPLACED)
     again = path.exists()

@@ -35,8 +35,8 @@ from lipnext_scale.agreement import Group, everywhere, first_alone, rank_in, rea
 from lipnext_scale.checkpoint.directory import (
     SUMS,
     checkpoint_name,
+    commit,
     digest_on_disk,
-    give_name,
     listed_files,
     point_latest,
     retain,
@@ -47,8 +47,8 @@ from lipnext_scale.checkpoint.directory import (
 from lipnext_scale.checkpoint.shards import (
     Layout,
     PieceLoadPlanner,
-    Pieces,
     PieceSavePlanner,
+    StateShards,
     layout_of,
     share_out,
 )
@@ -62,7 +62,7 @@ _DATA_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 def run_dcp(
     operation: Callable[..., Any],
-    pieces: Pieces,
+    pieces: StateShards,
     group: Group,
     expected: tuple[type[Exception], ...],
     complaint: str,
@@ -272,7 +272,7 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def load_pieces(path: Path, pieces: Pieces, group: Group = None) -> None:
+def load_pieces(path: Path, pieces: StateShards, group: Group = None) -> None:
     """Read into the pieces' tensors, in place. That the files are intact is verified before."""
     found: list[Metadata] = []
 
@@ -292,7 +292,7 @@ def load_pieces(path: Path, pieces: Pieces, group: Group = None) -> None:
     )
 
 
-def _require_fit(path: Path, pieces: Pieces, metadata: Metadata) -> None:
+def _require_fit(path: Path, pieces: StateShards, metadata: Metadata) -> None:
     tensors = metadata.state_dict_metadata
     for name, piece in pieces.items():
         if name not in tensors:
@@ -340,10 +340,10 @@ class CheckpointWriter:
         self._layout: Layout | None = None  # of the last save, and what of it was ours to write
         self._ours: set[str] = set()
         self._facts = b""
-        self._staged: Pieces = {}
+        self._staged: StateShards = {}
 
     def save(
-        self, step: int, pieces: Pieces, facts: dict[str, Any], asynchronous: bool = True
+        self, step: int, pieces: StateShards, facts: dict[str, Any], asynchronous: bool = True
     ) -> None:
         """Save the pieces as they are now; they may change as soon as this returns."""
         self.wait()
@@ -391,7 +391,7 @@ class CheckpointWriter:
             layouts = everywhere(self.group, lambda: layout)
             self._layout, self._ours = layout, share_out(layouts)[rank_in(self.group)]
 
-    def _stage(self, pieces: Pieces) -> None:
+    def _stage(self, pieces: StateShards) -> None:
         """Copy what is ours to write, into the memory of the last save where that fits."""
         kept = {name: piece.tensor for name, piece in self._staged.items()}
         self._staged = {}
@@ -484,7 +484,7 @@ def _finish(path: Path, partial: Path, files: HashedFiles, digests: list[dict[st
             stream.write(sums_of(every))
         listed_files(partial)  # it reads back, and there is nothing else
         sync_directory(partial)
-        give_name(partial, path)
+        commit(partial, path)
         point_latest(path.parent)
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 
 @dataclass(frozen=True)
-class Piece:
+class StateShard:
     """This process's contiguous part of a named tensor."""
 
     tensor: Tensor
@@ -43,7 +43,7 @@ class Piece:
         assert fits, f"a part {size} at {self.offset} is not inside {self.shape}"
 
 
-Pieces = dict[str, Piece]  # a process has at most one piece of a name, and may have none
+StateShards = dict[str, StateShard]  # a process has at most one piece of a name, and may have none
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Extent:
 Layout = dict[str, Extent]
 
 
-def layout_of(pieces: Pieces) -> Layout:
+def layout_of(pieces: StateShards) -> Layout:
     """What of the pieces is to be stored: all but empty parts of tensors that are not empty."""
     return {
         name: Extent(piece.shape, piece.offset, tuple(piece.tensor.shape), piece.tensor.dtype)
@@ -126,7 +126,10 @@ class PieceLoadPlanner(LoadPlanner):
     """Reads into the tensors of pieces, in place, from however the stored tensors were cut."""
 
     def set_up_planner(
-        self, state_dict: Pieces, metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: StateShards,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         assert metadata is not None
         self.pieces, self.metadata = state_dict, metadata
@@ -163,7 +166,7 @@ class PieceLoadPlanner(LoadPlanner):
         raise AssertionError("a checkpoint holds tensors alone")
 
 
-def _write_item(name: str, piece: Piece) -> WriteItem:
+def _write_item(name: str, piece: StateShard) -> WriteItem:
     return WriteItem(
         index=MetadataIndex(name, piece.offset),
         type=WriteItemType.SHARD,
@@ -175,5 +178,5 @@ def _write_item(name: str, piece: Piece) -> WriteItem:
     )
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
+def _chunk(piece: StateShard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=piece.tensor.shape)

@@ -67,7 +67,7 @@ class AugmentConfig:
 
 
 @dataclass(frozen=True)
-class Chances:
+class AugmentParams:
     """The random numbers of a batch's samples, one each, as Python's own: they are used singly."""
 
     short_side: list[int]
@@ -78,10 +78,10 @@ class Chances:
     operations: list[int]
 
 
-def draw_chances(config: AugmentConfig, seed: int, epoch: int, ids: np.ndarray) -> Chances:
+def draw_chances(config: AugmentConfig, seed: int, epoch: int, ids: np.ndarray) -> AugmentParams:
     resize, top, left, flip, whether, operations = sample_bits(seed, epoch, ids, _STREAMS)
     low, high = config.resize
-    return Chances(
+    return AugmentParams(
         short_side=(low + below(resize, high - low + 1)).tolist(),
         top=top.tolist(),
         left=left.tolist(),
@@ -92,7 +92,7 @@ def draw_chances(config: AugmentConfig, seed: int, epoch: int, ids: np.ndarray) 
 
 
 def augment(
-    image: np.ndarray, config: AugmentConfig, chances: Chances, index: int, out: np.ndarray
+    image: np.ndarray, config: AugmentConfig, chances: AugmentParams, index: int, out: np.ndarray
 ) -> None:
     """Write the augmented image into out [size, size, C]."""
     size = out.shape[0]
@@ -114,7 +114,7 @@ def augment(
 
 
 def _rand_augment(
-    image: np.ndarray, config: AugmentConfig, chances: Chances, index: int
+    image: np.ndarray, config: AugmentConfig, chances: AugmentParams, index: int
 ) -> np.ndarray:
     return rand_augment(
         image,
@@ -164,14 +164,16 @@ def _require_not_too_long(image: np.ndarray, short_side: int) -> None:
 
 
 def _crop_at(
-    image: np.ndarray, height: int, width: int, chances: Chances, index: int
+    image: np.ndarray, height: int, width: int, chances: AugmentParams, index: int
 ) -> np.ndarray:
     top = number_below(chances.top[index], image.shape[0] - height + 1)
     left = number_below(chances.left[index], image.shape[1] - width + 1)
     return image[top : top + height, left : left + width]
 
 
-def _crop_and_resize(image: np.ndarray, chances: Chances, index: int, out: np.ndarray) -> None:
+def _crop_and_resize(
+    image: np.ndarray, chances: AugmentParams, index: int, out: np.ndarray
+) -> None:
     """Resize and crop, the other way round: only what is kept is resized, straight into its place.
 
     The same but for rounding to whole pixels of the image instead of the resized one.
@@ -185,7 +187,7 @@ def _crop_and_resize(image: np.ndarray, chances: Chances, index: int, out: np.nd
         cv2.flip(out, 1, dst=out)  # in place: out is in the cache now, and was not before
 
 
-def _padded_crop(image: np.ndarray, padding: int, chances: Chances, index: int) -> np.ndarray:
+def _padded_crop(image: np.ndarray, padding: int, chances: AugmentParams, index: int) -> np.ndarray:
     """Zero-pad on all sides, then cut the original size out at a random place."""
     size, places = image.shape[0], 2 * padding + 1
     down = number_below(chances.top[index], places) - padding

@@ -188,7 +188,7 @@ class StreamLoader:
                 self._step = made.step + 1
                 yield self._batch(made, buffers.take(made, self._pin_memory))
         finally:
-            buffers.let_go()
+            buffers.release_waiters()
             del batches, made_anyhow  # ends the workers
 
     def _batch(self, made: MadeBatch, images: Tensor) -> Batch:

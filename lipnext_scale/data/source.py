@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 
 from lipnext_scale.config import ConfigError
-from lipnext_scale.data.augment import AugmentConfig, Chances, augment, draw_chances
+from lipnext_scale.data.augment import AugmentConfig, AugmentParams, augment, draw_chances
 from lipnext_scale.data.catalog import Catalog, Shard
 from lipnext_scale.data.decode import BadSample, Scratch, channels_of, decode
 from lipnext_scale.data.index import Record, sample_key
@@ -224,7 +224,7 @@ class Source:
         return labels, bad
 
     def _make(
-        self, sample: int, chances: Chances, index: int, out: np.ndarray, stages: Stages
+        self, sample: int, chances: AugmentParams, index: int, out: np.ndarray, stages: Stages
     ) -> int:
         """One image, read, decoded and augmented; its label."""
         options, began = self.options, perf_counter()
@@ -246,7 +246,7 @@ class Source:
         self,
         epoch: int,
         sample: int,
-        chances: Chances,
+        chances: AugmentParams,
         index: int,
         out: np.ndarray,
         bad: list[BadReport],

@@ -185,7 +185,7 @@ class BatchBuffers(Dataset[MadeBatch]):
             self._begun.value += 1
         return step
 
-    def let_go(self) -> None:
+    def release_waiters(self) -> None:
         """Nobody takes what comes any more: those who wait for their turn must see the end."""
         if self._ahead is not None:
             for _ in range(self._under_way):  # more are never asked for at a time

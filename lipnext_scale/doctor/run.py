@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lipnext_scale.config import ConfigError, Told
+from lipnext_scale.config import ConfigError, LauncherSetting
 from lipnext_scale.data import Catalog, open_catalog, resolve_shards
 from lipnext_scale.data.catalog import (
     BUILTIN,
@@ -30,7 +30,7 @@ from lipnext_scale.errors import UserError
 from lipnext_scale.files import nearest_existing
 from lipnext_scale.parallel import build_engine
 from lipnext_scale.parallel.estimate import RankEstimate, estimate
-from lipnext_scale.parallel.processes import fake_processes
+from lipnext_scale.parallel.processes import fake_group
 from lipnext_scale.preflight import require_engine
 from lipnext_scale.recipe import Recipe, load_recipe
 from lipnext_scale.run_directory import RunDirectory
@@ -257,7 +257,7 @@ ROOM = 0.8
 
 
 def configuration(
-    path: str | None, overrides: list[str], launcher: Mapping[str, Told]
+    path: str | None, overrides: list[str], launcher: Mapping[str, LauncherSetting]
 ) -> tuple[Recipe | None, Finding]:
     try:
         recipe = load_recipe(path, overrides, launcher)
@@ -282,11 +282,11 @@ def memory_of_rank(recipe: Recipe, ranks: int, per_node: int) -> RankEstimate:
     """What the first rank holds, without activations; of ZeRO, the least that it can be."""
     config = recipe.parallel
     if config.engine != "deepspeed":
-        with fake_processes(0, ranks):
+        with fake_group(0, ranks):
             engine = build_engine(config, "cpu", per_node)
             return estimate(engine, engine.place(recipe.model), recipe.optim)
     require_engine(recipe, ranks, per_node)
-    with fake_processes(0, 1):
+    with fake_group(0, 1):
         engine = build_engine(replace(config, engine="single", offload_optimizer=False), "cpu", 1)
         whole = estimate(engine, engine.place(recipe.model), recipe.optim)
     stage = config.zero_stage
@@ -323,7 +323,7 @@ def memory(recipe: Recipe, ranks: int, per_node: int) -> Finding:
 
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Weights and state of both optimizers, which are the same whatever the engine."""
-    with fake_processes(0, 1):
+    with fake_group(0, 1):
         alone = replace(
             recipe.parallel,
             engine="single",

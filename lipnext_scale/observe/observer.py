@@ -26,7 +26,7 @@ from lipnext_scale.observe.profiling import ProfileWindow, require_reachable_win
 from lipnext_scale.observe.scores import Scores
 from lipnext_scale.optim import Optimizers
 from lipnext_scale.parallel import Engine
-from lipnext_scale.parallel.per_depth import DepthMeter
+from lipnext_scale.parallel.per_depth import BlockStats
 from lipnext_scale.progress import Progress
 from lipnext_scale.recipe import Recipe
 from lipnext_scale.run_directory import RunDirectory
@@ -53,7 +53,7 @@ class Observer:
         self.last_step = min(self.total_steps, self._run.max_steps or self.total_steps)
         require_reachable_window(self._run, self.last_step, self._processes.world_size)
         self.scores = Scores(engine, optimizers, data, recipe.loss.epsilon)
-        self._depth = DepthMeter(engine, optimizers)
+        self._depth = BlockStats(engine, optimizers)
         self._by_depth = False  # in this step
         self._metrics: Metrics | None = None
 
@@ -90,7 +90,7 @@ class Observer:
                 raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
 
         opened: list[Metrics] = []
-        self._processes.first_does(open_on_first)
+        self._processes.on_rank0(open_on_first)
         return opened[0] if opened else None
 
     def say(self, line: str) -> None:

@@ -20,7 +20,7 @@ ROWS = 30  # of the table
 
 
 class ProfileWindow:
-    """Told of every step before and after it; `say` hears where the trace is, or why nowhere."""
+    """Called before and after every step; `say` prints where the trace is, or why there is none."""
 
     def __init__(
         self,

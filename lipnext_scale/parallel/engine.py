@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lipnext_scale.checkpoint import Pieces
+from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.config import ConfigError
 from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
 from lipnext_scale.optim import (
@@ -95,14 +95,14 @@ class Engine(Protocol):
         """Matrices that live whole on one rank while the parameters hold rows (layout row)."""
         ...
 
-    def pieces(self, optimizers: Optimizers | None) -> Pieces:
+    def pieces(self, optimizers: Optimizers | None) -> StateShards:
         """What this process puts into a checkpoint, or fills from one; None: the weights alone.
 
         All processes must call it together.
         """
         ...
 
-    def pieces_loaded(self, pieces: Pieces, optimizers: Optimizers | None) -> None:
+    def pieces_loaded(self, pieces: StateShards, optimizers: Optimizers | None) -> None:
         """Make the model that of the pieces, which have been filled. All processes together."""
         ...
 
@@ -213,10 +213,10 @@ class SingleEngine:
     def owned_matrices(self) -> OwnedMatrices | None:
         return None
 
-    def pieces(self, optimizers: Optimizers | None) -> Pieces:
+    def pieces(self, optimizers: Optimizers | None) -> StateShards:
         return training_pieces(self.model, optimizers, self.owned_matrices())
 
-    def pieces_loaded(self, pieces: Pieces, optimizers: Optimizers | None) -> None:
+    def pieces_loaded(self, pieces: StateShards, optimizers: Optimizers | None) -> None:
         pass  # the pieces are the model's own tensors
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lipnext_scale.checkpoint import Pieces
+from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.config import ConfigError
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, Optimizers, local_part
@@ -179,7 +179,7 @@ class FSDPEngine(SingleEngine):
     def owned_matrices(self) -> OwnedMatrices | None:
         return self.row_optimizer
 
-    def pieces_loaded(self, pieces: Pieces, optimizers: Optimizers | None) -> None:
+    def pieces_loaded(self, pieces: StateShards, optimizers: Optimizers | None) -> None:
         if self.row_optimizer is not None:
             self.row_optimizer.rows_from_owners()
 

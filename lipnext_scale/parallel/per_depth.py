@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipnext_scale.checkpoint import Pieces
+from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.manifold import orthogonality_error
 from lipnext_scale.models.lipnext import named_parts
 from lipnext_scale.optim import Optimizers, local_part
@@ -49,7 +49,7 @@ class DepthStatistics:
         return {name: float(f"{value:.6g}") for name, value in told.items()}
 
 
-class DepthMeter:
+class BlockStats:
     """Looks at a step twice, where the trainer says, and tells after it.
 
     What it has seen is gathered last of all, so that no measurement of the step's traffic has it.
@@ -186,7 +186,7 @@ def _direction(moments: list[Tensor], optimizers: Optimizers, step: int) -> Tens
     )
 
 
-def _whole_matrices(engine: Engine, optimizers: Optimizers) -> Pieces:
+def _whole_matrices(engine: Engine, optimizers: Optimizers) -> StateShards:
     """Matrices that this process has whole, with their moments."""
     if isinstance(engine, DeepSpeedEngine):
         return owned_matrix_pieces(engine.partitions, parts_of(engine.model), optimizers)

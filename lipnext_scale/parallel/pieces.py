@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from lipnext_scale.checkpoint import Piece, Pieces
+from lipnext_scale.checkpoint import StateShard, StateShards
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.models.lipnext import NamedPart, named_parts
 from lipnext_scale.optim import Optimizers, local_part
@@ -48,7 +48,7 @@ def local_range(parameter: Tensor) -> tuple[int, int]:
 
 def training_pieces(
     model: LipNeXt, optimizers: Optimizers | None, owned: OwnedMatrices | None = None
-) -> Pieces:
+) -> StateShards:
     """Weights and optimizer state, which is made where it does not exist; or weights alone."""
     if optimizers is not None:
         optimizers.initialise_state()
@@ -59,7 +59,7 @@ def training_pieces(
         for parameter in group.orthogonal_parameters()
         if owned is not None and parameter.requires_grad
     }
-    pieces: Pieces = {}
+    pieces: StateShards = {}
     for part in named_parts(model):
         if id(part.parameter) not in at_owners:
             pieces |= _local(part, {"model": part.parameter, **_state(part, optimizers)})
@@ -79,16 +79,16 @@ def _state(part: NamedPart, optimizers: Optimizers | None) -> dict[str, Any]:
     return {}  # frozen
 
 
-def _whole(part: NamedPart, tensors: dict[str, Any]) -> Pieces:
+def _whole(part: NamedPart, tensors: dict[str, Any]) -> StateShards:
     zeros = (0,) * len(part.shape)
     return {
-        f"{kind}.{part.name}": Piece(tensor, part.shape, zeros)
+        f"{kind}.{part.name}": StateShard(tensor, part.shape, zeros)
         for kind, tensor in tensors.items()
         if isinstance(tensor, Tensor) and tensor.dim() > 0
     }
 
 
-def _local(part: NamedPart, tensors: dict[str, Any]) -> Pieces:
+def _local(part: NamedPart, tensors: dict[str, Any]) -> StateShards:
     start, stop = local_range(part.parameter)
     kept = {
         kind: local_part(tensor)
@@ -101,11 +101,12 @@ def _local(part: NamedPart, tensors: dict[str, Any]) -> Pieces:
         return _whole(part, {kind: tensor[part.index - start] for kind, tensor in kept.items()})
     offset = (start,) + (0,) * (len(part.shape) - 1)
     return {
-        f"{kind}.{part.name}": Piece(tensor, part.shape, offset) for kind, tensor in kept.items()
+        f"{kind}.{part.name}": StateShard(tensor, part.shape, offset)
+        for kind, tensor in kept.items()
     }
 
 
-def checksums(pieces: Pieces) -> dict[str, int]:
+def checksums(pieces: StateShards) -> dict[str, int]:
     """A number for each piece by name and place: copies that differ have different ones, as a rule.
 
     Bits are summed as integers, for pieces of 4-byte numbers, as all of ours are.

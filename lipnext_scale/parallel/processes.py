@@ -169,7 +169,7 @@ class Processes:
     def gather_objects(self, value: Result) -> list[Result]:
         return self.everywhere(lambda: value)
 
-    def first_does(self, action: Callable[[], Result]) -> Result:
+    def on_rank0(self, action: Callable[[], Result]) -> Result:
         """Rank 0 acts; the others wait and get its result, or raise the error that it met."""
         return first_alone(self.host_group, action)
 
@@ -232,7 +232,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 @contextmanager
-def fake_processes(rank: int, world_size: int) -> Iterator[None]:
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
     """This process as one of many that are not there."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lipnext_scale.checkpoint import Pieces
+from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.config import ConfigError
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import OptimConfig, Optimizers, split_parameters
@@ -356,10 +356,10 @@ class DeepSpeedEngine(SingleEngine):
 
     # Checkpoints
 
-    def pieces(self, optimizers: Optimizers | None) -> Pieces:
+    def pieces(self, optimizers: Optimizers | None) -> StateShards:
         return zero_pieces(self.partitions, parts_of(self.model), self.shapes, optimizers)
 
-    def pieces_loaded(self, pieces: Pieces, optimizers: Optimizers | None) -> None:
+    def pieces_loaded(self, pieces: StateShards, optimizers: Optimizers | None) -> None:
         put_back(self.partitions, parts_of(self.model), pieces, optimizers)
         self.publish()
 

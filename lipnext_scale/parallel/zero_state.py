@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lipnext_scale.checkpoint import Piece, Pieces
+from lipnext_scale.checkpoint import StateShard, StateShards
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.models.lipnext import NamedPart, named_parts
 from lipnext_scale.optim import OptimConfig, Optimizers
@@ -264,11 +264,11 @@ def parts_of(model: LipNeXt) -> Parts:
 
 def zero_pieces(
     partitions: Sequence[Partition], parts: Parts, shapes: Shapes, optimizers: Optimizers | None
-) -> Pieces:
+) -> StateShards:
     """Of this rank; all ranks must call it together."""
     if optimizers is not None:
         optimizers.initialise_state()
-    pieces: Pieces = {}
+    pieces: StateShards = {}
     for partition in partitions:
         for kind, tensor in tensors_of(partition, optimizers).items():
             if partition.orthogonal:
@@ -287,23 +287,23 @@ def tensors_of(partition: Partition, optimizers: Optimizers | None) -> dict[str,
     return tensors
 
 
-def matrix_pieces(partition: Partition, kind: str, tensor: Tensor, parts: Parts) -> Pieces:
+def matrix_pieces(partition: Partition, kind: str, tensor: Tensor, parts: Parts) -> StateShards:
     """kind, tensor: which numbers, and a tensor of them that is laid out as the partition."""
     width = tensor.shape[-1]
-    pieces: Pieces = {}
+    pieces: StateShards = {}
     for name, slot in partition.held():
         first, last, position = (n // width**2 for n in (slot.start, slot.stop, slot.offset))
         matrices = tensor[position : position + last - first]
         for part, matrix in zip(parts[name][first:last], matrices, strict=True):
-            pieces[f"{kind}.{part.name}"] = Piece(matrix, (width, width), (0, 0))
+            pieces[f"{kind}.{part.name}"] = StateShard(matrix, (width, width), (0, 0))
     return pieces
 
 
 def owned_matrix_pieces(
     partitions: Sequence[Partition], parts: Parts, optimizers: Optimizers
-) -> Pieces:
+) -> StateShards:
     """The matrices of this rank alone, with their state: nothing is gathered."""
-    pieces: Pieces = {}
+    pieces: StateShards = {}
     for partition in (p for p in partitions if p.orthogonal):
         for kind, tensor in tensors_of(partition, optimizers).items():
             pieces |= matrix_pieces(partition, kind, tensor, parts)
@@ -313,10 +313,10 @@ def owned_matrix_pieces(
 @torch.no_grad()
 def _gathered(
     partition: Partition, kind: str, tensor: Tensor, parts: Parts, shapes: Shapes
-) -> Pieces:
+) -> StateShards:
     """Of every parameter of the partition's group, whether or not this rank has some of it."""
     held = list(partition.held())
-    pieces: Pieces = {}
+    pieces: StateShards = {}
     for name in partition.names:
         whole = tensor.new_zeros(math.prod(shapes[name]))
         for slot in (slot for held_name, slot in held if held_name == name):
@@ -326,15 +326,20 @@ def _gathered(
     return pieces
 
 
-def parameter_pieces(kind: str, whole: Tensor, parts: list[NamedPart]) -> Pieces:
+def parameter_pieces(kind: str, whole: Tensor, parts: list[NamedPart]) -> StateShards:
     """Of all numbers of a parameter, which are laid out as it is."""
     views = {f"{kind}.{part.name}": part.of(whole) for part in parts}
-    return {name: Piece(view, tuple(view.shape), (0,) * view.dim()) for name, view in views.items()}
+    return {
+        name: StateShard(view, tuple(view.shape), (0,) * view.dim()) for name, view in views.items()
+    }
 
 
 @torch.no_grad()
 def put_back(
-    partitions: Sequence[Partition], parts: Parts, pieces: Pieces, optimizers: Optimizers | None
+    partitions: Sequence[Partition],
+    parts: Parts,
+    pieces: StateShards,
+    optimizers: Optimizers | None,
 ) -> None:
     """Copy what was loaded into the gathered pieces to where it belongs."""
     for partition in (p for p in partitions if not p.orthogonal):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sets_making import write_set
 
-from lipnext_scale.certify.target import add_arguments, open_subject
+from lipnext_scale.certify.target import add_arguments, open_target
 from lipnext_scale.recipe import load_recipe
 from lipnext_scale.trainer import Trainer
 
@@ -33,9 +33,9 @@ def test_copies_of_the_run_are_used_where_they_are(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     arguments = parser.parse_args(["--run", str(tmp_path / "run")])
-    there = open_subject(arguments)
+    there = open_target(arguments)
     assert all(Path(s.path).is_relative_to(node) for s in there.test.catalog.shards)
     shutil.rmtree(node)
-    here = open_subject(arguments)
+    here = open_target(arguments)
     assert all(Path(s.path).parent == tmp_path / "set" for s in here.test.catalog.shards)
     assert not node.exists() and here.identity() == there.identity()

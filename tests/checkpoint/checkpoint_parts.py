@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lipnext_scale.checkpoint import Piece, Pieces, load_pieces, verify_checkpoint
+from lipnext_scale.checkpoint import StateShard, StateShards, load_pieces, verify_checkpoint
 from lipnext_scale.errors import UserError
 
 
@@ -25,18 +25,18 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*flat)
 
 
-def cut(tensor: Tensor, dimension: int, start: int, stop: int) -> Piece:
+def cut(tensor: Tensor, dimension: int, start: int, stop: int) -> StateShard:
     """The part [start, stop) along a dimension; the piece's tensor is a view."""
     offset = tuple(start if d == dimension else 0 for d in range(tensor.dim()))
     part = tensor.narrow(dimension, start, stop - start)
-    return Piece(part, tuple(tensor.shape), offset)
+    return StateShard(part, tuple(tensor.shape), offset)
 
 
-def whole(tensor: Tensor) -> Piece:
-    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+def whole(tensor: Tensor) -> StateShard:
+    return StateShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
-def rows(tensor: Tensor, rank: int, world_size: int) -> Piece:
+def rows(tensor: Tensor, rank: int, world_size: int) -> StateShard:
     """The rank's share of the first dimension, as even as it can be."""
     length = tensor.shape[0]
     return cut(tensor, 0, length * rank // world_size, length * (rank + 1) // world_size)
@@ -50,7 +50,7 @@ def sample_tensors(step: int, length: int = 12) -> dict[str, Tensor]:
     }
 
 
-def sample_pieces(step: int, rank: int = 0, world_size: int = 1, length: int = 12) -> Pieces:
+def sample_pieces(step: int, rank: int = 0, world_size: int = 1, length: int = 12) -> StateShards:
     """A bank in row ranges; a head and a number that every rank holds."""
     tensors = sample_tensors(step, length)
     return {

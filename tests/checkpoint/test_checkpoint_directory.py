@@ -177,9 +177,9 @@ def test_the_interpreter_does_not_end_before_the_checkpoint_is_complete(tmp_path
     """A program that saves and ends at once has saved, or says why not."""
     program = (
         "import sys, torch\nfrom pathlib import Path\n"
-        "from lipnext_scale.checkpoint import CheckpointWriter, Piece\n"
+        "from lipnext_scale.checkpoint import CheckpointWriter, StateShard\n"
         "tensor = torch.arange(1 << 20)\n"
-        "piece = Piece(tensor, (1 << 20,), (0,))\n"
+        "piece = StateShard(tensor, (1 << 20,), (0,))\n"
         "CheckpointWriter(Path(sys.argv[1]), 1).save(7, {'t': piece}, {})\n"
     )
     command = [sys.executable, "-c", program]

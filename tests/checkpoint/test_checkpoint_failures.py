@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checkpoint_parts import assert_holds, cut, message_of, sample_pieces, whole
 from gloo import run_processes
 
-from lipnext_scale.checkpoint import CheckpointWriter, Piece, latest_checkpoint
+from lipnext_scale.checkpoint import CheckpointWriter, StateShard, latest_checkpoint
 from lipnext_scale.checkpoint.io import HashedFiles
 from lipnext_scale.errors import UserError
 
@@ -130,7 +130,7 @@ def test_a_mistake_of_one_process_stops_all(tmp_path):
 
 def in_own_directory(rank: int, world_size: int, directory: str) -> str:
     writer = CheckpointWriter(Path(directory) / str(rank), 1, group=dist.group.WORLD)
-    writer.save(1, {"t": Piece(torch.zeros(4), (8,), (4 * rank,))}, {})
+    writer.save(1, {"t": StateShard(torch.zeros(4), (8,), (4 * rank,))}, {})
     return message_of(writer.wait)
 
 

@@ -24,8 +24,8 @@ from torch.distributed import checkpoint as dcp
 
 from lipnext_scale.checkpoint import (
     CheckpointWriter,
-    Piece,
-    Pieces,
+    StateShard,
+    StateShards,
     latest_checkpoint,
     load_pieces,
     read_facts,
@@ -63,7 +63,7 @@ def cases(draw):
     return saving, loading, tensors
 
 
-def piece_of(tensor: torch.Tensor, split, rank: int) -> Piece:
+def piece_of(tensor: torch.Tensor, split, rank: int) -> StateShard:
     if split is None:
         return whole(tensor)
     dimension, bounds = split
@@ -78,7 +78,7 @@ def save_and_load(rank: int, world_size: int, directory: str, all_cases: list) -
             random_bits(shape, getattr(torch, d), i) for i, (shape, d, *_) in enumerate(tensors)
         ]
         if rank < saving:
-            pieces: Pieces = {}
+            pieces: StateShards = {}
             for i, (_, _, split, _) in enumerate(tensors):
                 piece = piece_of(full[i], split, rank)
                 if piece.tensor.numel() or not full[i].numel() or i % 2:  # or it is left out
@@ -166,14 +166,14 @@ def test_shards_with_copies_are_balanced():
 
 
 def test_what_is_missing_or_contradictory_is_refused():
-    """Pieces that do not make the whole tensor, or not the same tensor, are a bug."""
+    """StateShards that do not make the whole tensor, or not the same tensor, are a bug."""
     tensor = torch.zeros(10, 2)
     with pytest.raises(AssertionError, match="t: the processes hold 12 of its 20 elements"):
         share_out([layout_of({"t": cut(tensor, 0, 0, 6)}), layout_of({})])
     with pytest.raises(AssertionError, match="t is different tensors"):
         share_out([layout_of({"t": whole(tensor)}), layout_of({"t": whole(tensor.double())})])
     with pytest.raises(AssertionError, match="is not inside"):
-        Piece(tensor, (10, 2), (1, 0))
+        StateShard(tensor, (10, 2), (1, 0))
 
 
 def save_copies(rank: int, world_size: int, directory: str) -> tuple[int, set[str]]:

@@ -23,7 +23,7 @@ from launch_environments import (
 )
 from train_command import assert_refused, contents, prepare, run_train
 
-from lipnext_scale.config import ConfigError, Told
+from lipnext_scale.config import ConfigError, LauncherSetting
 from lipnext_scale.errors import UserError
 from lipnext_scale.launch_environment import launcher_settings
 from lipnext_scale.recipe import load_recipe
@@ -82,8 +82,8 @@ def test_accelerate_says(environment: dict[str, str], expected: dict[str, Any]) 
 def test_every_setting_names_its_variable() -> None:
     """So that a contradiction can say who speaks."""
     assert launcher_settings(ZERO3) == {
-        ENGINE: Told("deepspeed", "ACCELERATE_USE_DEEPSPEED = true"),
-        STAGE: Told(3, "ACCELERATE_DEEPSPEED_ZERO_STAGE = 3"),
+        ENGINE: LauncherSetting("deepspeed", "ACCELERATE_USE_DEEPSPEED = true"),
+        STAGE: LauncherSetting(3, "ACCELERATE_DEEPSPEED_ZERO_STAGE = 3"),
     }
 
 
@@ -200,7 +200,7 @@ def test_shipped_recipes_fit_the_launchers_usual_words(
 @pytest.mark.parametrize("text", ["3", "3.0", "30e-1", "6/2", "'3'"])
 def test_one_number_in_any_spelling_agrees(text: str) -> None:
     """1e-3 and fractions are text to YAML, and still numbers."""
-    told = {"optim.clip_norm": Told(3.0, "ACCELERATE_GRADIENT_CLIPPING = 3.0")}
+    told = {"optim.clip_norm": LauncherSetting(3.0, "ACCELERATE_GRADIENT_CLIPPING = 3.0")}
     assert load_recipe(None, [*NEEDED, f"optim.clip_norm={text}"], told).optim.clip_norm == 3
 
 

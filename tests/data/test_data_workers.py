@@ -111,7 +111,7 @@ def test_what_is_made_meanwhile_has_its_buffers(shards):
     rest.join(60)
     assert sent == 3 * UNDER_WAY * [False]
     assert len(kept) == HANDED_OUT
-    buffers.let_go()
+    buffers.release_waiters()
 
 
 # --- their end --------------------------------------------------------------------------------

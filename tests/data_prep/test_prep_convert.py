@@ -266,7 +266,7 @@ def test_a_disk_too_small(source, tmp_path, monkeypatch):
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a small disk")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_disk_that_fills_up(tmp_path, monkeypatch, workers):
-    """Told in a line; what was finished is kept, and goes on when there is room."""
+    """One line names it; what was finished is kept, and goes on when there is room."""
     (tmp_path / "small").mkdir()
     mount = ("mount", "-t", "tmpfs", "-o", "size=700k", "none", str(tmp_path / "small"))
     if subprocess.run(mount, capture_output=True).returncode:

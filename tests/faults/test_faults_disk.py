@@ -12,7 +12,7 @@ from training.small import assert_same, final_state, small_recipe
 
 from lipnext_scale.checkpoint import latest_checkpoint
 from lipnext_scale.errors import RunFailed, Stopped, UserError
-from lipnext_scale.stopping import StopWish
+from lipnext_scale.stopping import StopRequest
 from lipnext_scale.trainer import Trainer
 
 # 24 steps, of which only the last is told: the disk is met by checkpoints.
@@ -85,7 +85,7 @@ def test_a_second_one_ends_the_run_and_the_same_command_continues(
 
 def test_a_requeue_is_asked_for_on_a_full_disk(disk: Path, undisturbed: Path) -> None:
     """After Slurm's warning, when the checkpoint has just taken the last room: the name alone."""
-    trainer = Trainer(small_recipe(disk / "run", *QUIET), StopWish(Signals.SIGUSR1))
+    trainer = Trainer(small_recipe(disk / "run", *QUIET), StopRequest(Signals.SIGUSR1))
     ask = trainer.directory.ask_for_requeue
 
     def fill_and_ask(reason: str) -> None:
@@ -111,7 +111,7 @@ def test_a_requeue_that_cannot_be_asked_for_is_told(
     def refuse(path: Path, *_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    trainer = Trainer(small_recipe(tmp_path / "run", *QUIET), StopWish(Signals.SIGUSR1))
+    trainer = Trainer(small_recipe(tmp_path / "run", *QUIET), StopRequest(Signals.SIGUSR1))
     monkeypatch.setattr("lipnext_scale.run_directory.write_atomically", refuse)
     monkeypatch.setattr(Path, "touch", refuse)
     with pytest.raises(UserError) as told:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipnext_scale.checkpoint import Piece, latest_checkpoint, load_pieces, stored_shapes
+from lipnext_scale.checkpoint import StateShard, latest_checkpoint, load_pieces, stored_shapes
 from lipnext_scale.recipe import Recipe, load_recipe
 from lipnext_scale.trainer import Trainer
 
@@ -68,6 +68,6 @@ def checkpoint_tensors(directory: Path) -> dict[str, Tensor]:
     path = latest_checkpoint(directory / "checkpoints")
     assert path is not None
     tensors = {name: torch.empty(shape) for name, shape in stored_shapes(path).items()}
-    pieces = {n: Piece(t, tuple(t.shape), (0,) * t.dim()) for n, t in tensors.items()}
+    pieces = {n: StateShard(t, tuple(t.shape), (0,) * t.dim()) for n, t in tensors.items()}
     load_pieces(path, pieces)
     return tensors

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lipnext_scale.checkpoint import (
-    Piece,
-    Pieces,
+    StateShard,
+    StateShards,
     latest_checkpoint,
     load_pieces,
     read_facts,
@@ -91,8 +91,8 @@ class Outcome:
     norms: list[float]
     scores: list[dict[str, float]]  # in the middle and at the end
     counters: dict[str, float]
-    start: Pieces
-    end: Pieces
+    start: StateShards
+    end: StateShards
 
     @property
     def weights_at_start(self) -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ def of_all_ranks(outcomes: Sequence[Outcome]) -> Outcome:
     return replace(first, start=whole_pieces(start), end=whole_pieces(end))
 
 
-def held_pieces(trainer: Trainer, weights_only: bool = False) -> Pieces:
+def held_pieces(trainer: Trainer, weights_only: bool = False) -> StateShards:
     """A copy of what this rank holds. With the state of the optimizers, which is made if need be;
     the weights alone leave the optimizers as they are."""
     optimizers = None if weights_only else trainer.optimizers
@@ -204,7 +204,7 @@ def held_pieces(trainer: Trainer, weights_only: bool = False) -> Pieces:
     return {name: replace(p, tensor=p.tensor.detach().clone()) for name, p in pieces.items()}
 
 
-def joined(parts: Sequence[Pieces]) -> dict[str, Tensor]:
+def joined(parts: Sequence[StateShards]) -> dict[str, Tensor]:
     """Whole tensors from the pieces of all ranks. What several hold has the same bits on all."""
     wholes: dict[str, Tensor] = {}
     for pieces in parts:
@@ -222,9 +222,9 @@ def joined(parts: Sequence[Pieces]) -> dict[str, Tensor]:
     return wholes
 
 
-def whole_pieces(tensors: dict[str, Tensor]) -> Pieces:
+def whole_pieces(tensors: dict[str, Tensor]) -> StateShards:
     return {
-        name: Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+        name: StateShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
         for name, tensor in tensors.items()
     }
 
@@ -315,8 +315,8 @@ class Visit:
 
     first_step: int
     counters: dict[str, Any]
-    found: Pieces
-    left: Pieces
+    found: StateShards
+    left: StateShards
 
 
 def continue_run(directory: Path, last_step: int, *overrides: str) -> Visit:

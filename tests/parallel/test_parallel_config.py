@@ -11,7 +11,7 @@ from lipnext_scale.config import ConfigError, from_dict
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.parallel import ParallelConfig, build_engine, processes
 from lipnext_scale.parallel.processes import Processes, choose_device, is_out_of_memory
-from lipnext_scale.plan import fake_processes
+from lipnext_scale.plan import fake_group
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"shard_size": -1}, "parallel.shard_size = -1: must be at least 0"),
@@ -110,7 +110,7 @@ def test_the_engine_suits_the_processes(
     engine: Any, layout: Any, processes: int, per_node: int, description: str
 ) -> None:
     """auto: single for one process, fsdp for several, or where rows are wanted."""
-    with fake_processes(0, processes):
+    with fake_group(0, processes):
         built = build_engine(ParallelConfig(engine=engine, weight_layout=layout), "cpu", per_node)
         assert built.describe() == description
 
@@ -129,14 +129,14 @@ def test_one_process_gets_a_group_of_its_own_where_it_needs_one() -> None:
     engine = build_engine(ParallelConfig(weight_layout="row"), "cpu")
     try:
         assert dist.get_world_size() == 1
-        assert engine.processes.first_does(lambda: "done") == "done"
+        assert engine.processes.on_rank0(lambda: "done") == "done"
     finally:
         engine.processes.close()
     assert not dist.is_initialized()
 
 
 def test_single_is_refused_where_several_were_started() -> None:
-    with fake_processes(0, 2), pytest.raises(ConfigError) as refusal:
+    with fake_group(0, 2), pytest.raises(ConfigError) as refusal:
         build_engine(ParallelConfig(engine="single"), "cpu")
     assert str(refusal.value) == (
         "parallel.engine = 'single': 2 processes were started; use fsdp or ddp, or start one"
@@ -144,13 +144,13 @@ def test_single_is_refused_where_several_were_started() -> None:
 
 
 def test_a_shard_size_that_does_not_divide_the_processes_is_refused() -> None:
-    with fake_processes(0, 8), pytest.raises(ConfigError, match=r"shard_size = 3: must divide.* 8"):
+    with fake_group(0, 8), pytest.raises(ConfigError, match=r"shard_size = 3: must divide.* 8"):
         build_engine(ParallelConfig(shard_size=3), "cpu")
 
 
 def test_the_launchers_environment_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """LOCAL_WORLD_SIZE, or deepspeed's LOCAL_SIZE, is a node; without, all processes are on one."""
-    with fake_processes(3, 8):
+    with fake_group(3, 8):
         assert Processes("cpu").local_world_size == 8
         monkeypatch.setenv("LOCAL_SIZE", "2")
         assert Processes("cpu").local_world_size == 2
@@ -214,7 +214,7 @@ def test_what_is_a_lack_of_memory(error: RuntimeError, is_that: bool) -> None:
 def test_precision_and_layout_reach_the_model() -> None:
     """bf16 is what groups compute in, never what parameters are; rows are parameters [C, C]."""
     small = LipNeXtConfig(depth=4, width=16, image_size=8)
-    with fake_processes(0, 2):
+    with fake_group(0, 2):
         config = ParallelConfig(weight_layout="row", precision="bf16", recompute_activations=True)
         model = build_engine(config, "cpu").place(small)
     assert {tuple(p.shape) for g in model.block_groups() for p in g.orthogonal_parameters()} == {

@@ -12,7 +12,7 @@ from lipnext_scale.parallel.fsdp import (
     choose_shard_size,
     sharding_mesh,
 )
-from lipnext_scale.plan import fake_processes
+from lipnext_scale.plan import fake_group
 
 sizes = st.integers(1, 64)
 unhurried = settings(deadline=None)
@@ -52,7 +52,7 @@ def test_a_wanted_size_is_taken_or_refused(world: int, wanted: int, per_node: in
 def test_neighbours_share_a_copy(world: int, size: int) -> None:
     """Along `shard` ranks are consecutive, along `replicate` they are a shard's size apart."""
     for rank in {0, world // 2, world - 1}:
-        with fake_processes(rank, world):
+        with fake_group(rank, world):
             mesh = build_mesh("cpu", world, size)
             first = rank - rank % size
             assert mesh.shape == (world // size, size)
@@ -64,5 +64,5 @@ def test_neighbours_share_a_copy(world: int, size: int) -> None:
 @pytest.mark.parametrize("size, axes", [(8, (SHARD,)), (4, (REPLICATE, SHARD))])
 def test_fsdp_gets_an_axis_to_replicate_only_if_it_does(size: int, axes: tuple[str, ...]) -> None:
     """One copy over all ranks is plain FSDP, without all-reduces in groups of one."""
-    with fake_processes(0, 8):
+    with fake_group(0, 8):
         assert sharding_mesh(build_mesh("cpu", 8, size)).mesh_dim_names == axes

@@ -34,7 +34,7 @@ from engine_runs import (
 from gloo import run_processes
 from torch import Tensor
 
-from lipnext_scale.checkpoint import Pieces
+from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.weights import load_run_model, save_export, stable_parameters
 
@@ -180,7 +180,7 @@ def test_regular_checkpoints_stay_as_configured(tmp_path: Path) -> None:
     assert names == [f"step-{step:09d}" for step in (6, 12, 18, 20)]
 
 
-def start_from(rank: int, world_size: int, directory: Path, export: Path) -> list[Pieces]:
+def start_from(rank: int, world_size: int, directory: Path, export: Path) -> list[StateShards]:
     """The pieces of runs that start from an export: bank and row layout."""
     found = []
     for layout in ("bank", "row"):

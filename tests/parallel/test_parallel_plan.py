@@ -12,7 +12,7 @@ from lipnext_scale.optim import local_part
 from lipnext_scale.parallel import build_engine
 from lipnext_scale.parallel.estimate import estimate
 from lipnext_scale.parallel.pieces import local_range
-from lipnext_scale.plan import fake_processes, main, plan
+from lipnext_scale.plan import fake_group, main, plan
 from lipnext_scale.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +118,7 @@ def test_lines_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 
 def shares(recipe: Recipe, ranks: int, rank: int) -> tuple[int, int, list[tuple[int, ...]]]:
     """(numbers that the rank has, numbers of the model, the local shapes of its banks)."""
-    with fake_processes(rank, ranks):
+    with fake_group(rank, ranks):
         model = build_engine(recipe.parallel, "cpu", 8).place(recipe.model)
         parameters = list(model.parameters())
         assert all(p.is_meta and local_part(p).is_meta for p in parameters)
@@ -144,7 +144,7 @@ def test_replicas_are_alike() -> None:
     recipe = load_recipe(DIGITS, ["parallel.shard_size=3", "data.batch_size=60", "model.depth=4"])
     _, estimates = plan(recipe, 6, 6)
     for rank in range(6):
-        with fake_processes(rank, 6):
+        with fake_group(rank, 6):
             engine = build_engine(recipe.parallel, "cpu", 6)
             own = estimate(engine, engine.place(recipe.model), recipe.optim)
         assert estimates[rank] == own

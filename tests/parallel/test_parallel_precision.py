@@ -26,7 +26,7 @@ from engine_runs import (
 from gloo import run_processes
 from torch import Tensor, nn
 
-from lipnext_scale.checkpoint import Pieces
+from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.models import Head
 from lipnext_scale.trainer import Trainer
 
@@ -89,8 +89,8 @@ class Seen:
 @dataclass(frozen=True)
 class Result:
     losses: list[float]
-    start: Pieces
-    end: Pieces
+    start: StateShards
+    end: StateShards
 
 
 ONE_ROUNDING = 2.0**-9
@@ -108,7 +108,7 @@ def train_and_resume(directory: Path, *overrides: str) -> Result:
     """Five steps, of which the last two after a restart; types are looked at all the time."""
     expected = torch.bfloat16 if BF16 in overrides else torch.float32
     losses: list[float] = []
-    start: Pieces = {}
+    start: StateShards = {}
     for last_step in (3, STEPS):
         trainer = build_trainer(directory, *TINY, *overrides)
         start = start or held_pieces(trainer, weights_only=True)

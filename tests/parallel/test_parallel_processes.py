@@ -25,10 +25,10 @@ def agree(rank: int, world: int) -> dict[str, Any]:
 
     return {
         "place": (processes.rank, processes.world_size),
-        "result": processes.first_does(act),
+        "result": processes.on_rank0(act),
         "acted": acted,
-        "errors": [told(lambda fail=fail: processes.first_does(fail)) for fail in FAILURES],
-        "after": processes.first_does(lambda: "still in step"),
+        "errors": [told(lambda fail=fail: processes.on_rank0(fail)) for fail in FAILURES],
+        "after": processes.on_rank0(lambda: "still in step"),
         "vectors": processes.gather(torch.tensor([float(rank), 10.0])),
         "objects": processes.gather_objects({"rank": rank}),
     }
@@ -85,8 +85,8 @@ def test_alone_the_same_without_a_group() -> None:
     """One process needs no group for any of it, and errors come through as they are."""
     processes = Processes("cpu", alone=True)
     assert not dist.is_initialized()
-    assert processes.first_does(lambda: 5) == 5
-    assert [told(lambda fail=fail: processes.first_does(fail)) for fail in FAILURES] == TOLD
+    assert processes.on_rank0(lambda: 5) == 5
+    assert [told(lambda fail=fail: processes.on_rank0(fail)) for fail in FAILURES] == TOLD
     assert torch.equal(processes.gather(torch.ones(2)), torch.ones(1, 2))
     assert processes.gather_objects("x") == ["x"]
     processes.close()
@@ -96,7 +96,7 @@ def wait_for_the_first(rank: int, world: int) -> float:
     processes = Processes("cpu")
     dist.barrier()
     start = time.monotonic()
-    processes.first_does(lambda: time.sleep(0.3))
+    processes.on_rank0(lambda: time.sleep(0.3))
     return time.monotonic() - start
 
 

@@ -20,7 +20,7 @@ from lipnext_scale.parallel.zero_state import (
     padding_matrices,
     parameter_slots,
 )
-from lipnext_scale.plan import fake_processes
+from lipnext_scale.plan import fake_group
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 RANKS = st.integers(1, 9)
@@ -116,7 +116,7 @@ def test_zero_3_is_refused_where_it_would_cut_a_matrix(
 ) -> None:
     """In one line that names the numbers; stage 2 pads and takes the same model."""
     config = LipNeXtConfig(depth=6, width=16, image_size=8, blocks_per_bank=blocks)
-    with fake_processes(0, processes):
+    with fake_group(0, processes):
         with pytest.raises(ConfigError) as refusal:
             build_engine(ZERO_3, "cpu").place(config)
         assert str(refusal.value) == message
@@ -126,7 +126,7 @@ def test_zero_3_is_refused_where_it_would_cut_a_matrix(
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 12])
 def test_zero_3_chooses_banks_that_it_does_not_cut(processes: int) -> None:
     """Whenever the processes divide the 12 matrices."""
-    with fake_processes(0, processes):
+    with fake_group(0, processes):
         model = build_engine(ZERO_3, "cpu").place(SMALL)
     assert all(2 * group.count % processes == 0 for group in model.block_groups())
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -135,7 +135,7 @@ def test_zero_3_chooses_banks_that_it_does_not_cut(processes: int) -> None:
 def test_without_deepspeed_its_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line with the command that installs it."""
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with fake_processes(0, 2), pytest.raises(UserError) as refusal:
+    with fake_group(0, 2), pytest.raises(UserError) as refusal:
         build_engine(ParallelConfig(engine="deepspeed"), "cpu").build(SMALL, seed=0)
     assert str(refusal.value) == (
         "parallel.engine = 'deepspeed': DeepSpeed is not installed here: "
@@ -145,7 +145,7 @@ def test_without_deepspeed_its_engine_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_bf16_reaches_the_groups() -> None:
     """As the type of what they compute; the weights are cast when they get memory."""
-    with fake_processes(0, 2):
+    with fake_group(0, 2):
         config = ParallelConfig(engine="deepspeed", precision="bf16")
         model = build_engine(config, "cpu").place(SMALL)
     assert {group.compute_dtype for group in model.block_groups()} == {torch.bfloat16}

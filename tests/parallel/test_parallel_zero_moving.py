@@ -32,7 +32,7 @@ from test_parallel_moving import (
 )
 
 from lipnext_scale.certify import Certifier
-from lipnext_scale.checkpoint import Pieces
+from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.data import read_samples
 from lipnext_scale.run_directory import RunDirectory
 from lipnext_scale.weights import load_run_model, save_export, stable_parameters
@@ -160,7 +160,7 @@ def test_deepspeed_leaves_other_things_alone(tmp_path: Path) -> None:
     assert run_processes(2, own_group, tmp_path) == [True, True]
 
 
-def start_from(rank: int, world_size: int, directory: Path, export: Path) -> list[Pieces]:
+def start_from(rank: int, world_size: int, directory: Path, export: Path) -> list[StateShards]:
     found = []
     for stage, overrides in ZERO.items():
         trainer = build_trainer(directory / f"{stage}", *overrides, f"run.init_from={export}")

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from lipnext_scale.checkpoint import (
-    Piece,
+    StateShard,
     latest_checkpoint,
     load_pieces,
     read_facts,
@@ -52,8 +52,8 @@ def final_state(directory: Path) -> dict:
     return {**read_facts(path), **tensors}
 
 
-def whole_piece(tensor: torch.Tensor) -> Piece:
-    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+def whole_piece(tensor: torch.Tensor) -> StateShard:
+    return StateShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
 def assert_same(one: object, other: object, where: str = "state") -> None:

@@ -134,7 +134,7 @@ def test_the_same_wish_again_is_one_wish(monkeypatch: pytest.MonkeyPatch) -> Non
     heard = []
     previous = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        with stopping.stop_wishes() as wish:
+        with stopping.stop_requests() as wish:
             for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
                 signal.raise_signal(number)
             assert wish.signal is signal.SIGTERM and not heard

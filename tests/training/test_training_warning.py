@@ -12,14 +12,14 @@ from small import SETTINGS, assert_same, final_state, small_recipe
 
 from lipnext_scale import stopping
 from lipnext_scale.errors import Stopped
-from lipnext_scale.stopping import StopWish
+from lipnext_scale.stopping import StopRequest
 from lipnext_scale.trainer import Trainer
 
 
 def test_a_warning_before_the_first_step_counts(tmp_path: Path) -> None:
     """It is heeded after that step; the requeue is asked for until the run goes on."""
     run = tmp_path / "run"
-    with stopping.stop_wishes(signals=(signal.SIGUSR1,)) as wish:
+    with stopping.stop_requests(signals=(signal.SIGUSR1,)) as wish:
         signal.raise_signal(signal.SIGUSR1)
         trainer = Trainer(small_recipe(run), wish)
         with pytest.raises(Stopped, match="SIGUSR1 at step 1: saved") as stopped:
@@ -34,7 +34,9 @@ def test_a_warning_before_the_first_step_counts(tmp_path: Path) -> None:
 
 def test_a_warning_at_the_last_step_asks_for_nothing(tmp_path: Path) -> None:
     """A run that is finished anyway must not be queued again."""
-    trainer = Trainer(small_recipe(tmp_path / "run", "run.max_steps=1"), StopWish(signal.SIGUSR1))
+    trainer = Trainer(
+        small_recipe(tmp_path / "run", "run.max_steps=1"), StopRequest(signal.SIGUSR1)
+    )
     trainer.run()
     assert final_state(tmp_path / "run")["step"] == 1
     assert not (tmp_path / "run" / "requeue").exists()
@@ -42,7 +44,7 @@ def test_a_warning_at_the_last_step_asks_for_nothing(tmp_path: Path) -> None:
 
 def test_other_signals_ask_for_no_requeue(tmp_path: Path) -> None:
     """Who sends SIGTERM by scancel or Ctrl-C wants an end."""
-    trainer = Trainer(small_recipe(tmp_path / "run"), StopWish(signal.SIGTERM))
+    trainer = Trainer(small_recipe(tmp_path / "run"), StopRequest(signal.SIGTERM))
     with pytest.raises(Stopped) as stopped:
         trainer.run()
     assert stopped.value.exit_code == 128 + signal.SIGTERM
@@ -54,7 +56,7 @@ def test_warnings_never_kill_and_another_signal_is_a_first_one(
 ) -> None:
     """SIGUSR1 as often as it likes; a SIGTERM after it is noted and not yet deadly."""
     monkeypatch.setattr(stopping, "GRACE", 0.0)
-    with stopping.stop_wishes() as wish:
+    with stopping.stop_requests() as wish:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
             time.sleep(0.01)
             signal.raise_signal(number)
