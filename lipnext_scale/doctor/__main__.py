@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lipnext_scale.doctor import environment, network
+from lipnext_scale.doctor.network import Launch, launch_of
 from lipnext_scale.doctor.report import (
     Finding,
     as_json,
@@ -27,7 +28,6 @@ from lipnext_scale.doctor.report import (
     of_error,
     wrong,
 )
-from lipnext_scale.doctor.run import Launch, launch_of
 from lipnext_scale.errors import ArgumentParser, UserError, command
 
 if TYPE_CHECKING:  # what needs torch is imported where it is looked at: it may be missing

@@ -6,7 +6,8 @@ from faults import mounted, small_recipe, the
 
 from lipnext_scale.data import DataSets
 from lipnext_scale.doctor.__main__ import examine_run
-from lipnext_scale.doctor.run import Launch, room_for_copies, shards
+from lipnext_scale.doctor.network import Launch
+from lipnext_scale.doctor.run import room_for_copies, shards
 from lipnext_scale.trainer import Trainer
 
 VERIFY = "python -m data_prep.verify"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lipnext_scale.doctor.run import Launch, expand_nodes, launch_of
+from lipnext_scale.doctor.network import Launch, expand_nodes, launch_of
 
 SRUN = {
     "SLURM_STEP_NUM_TASKS": "4",

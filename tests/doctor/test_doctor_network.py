@@ -16,7 +16,7 @@ NOWHERE = "nowhere0"  # no interface has this name
 # What every process of a launch does, without looking at its machine too.
 MEETING = """
 import os
-from lipnext_scale.doctor.run import launch_of
+from lipnext_scale.doctor.network import launch_of
 from lipnext_scale.doctor.network import Together
 together = Together(launch_of(os.environ), {seconds})
 found = together.answers()
