@@ -1,7 +1,7 @@
-# lipnext_scale for GPU clusters; docs/container.md tells how to build and run it.
+# lipnext_scale for GPU clusters; docs/container.md has how to build and run it.
 #
 # The wheels of torch bring CUDA, cuDNN and NCCL with them, so the smallest CUDA image is enough: it
-# adds what old drivers need to run newer CUDA, and tells the container runtime that GPUs are wanted.
+# adds what old drivers need to run newer CUDA, and asks the container runtime for GPUs.
 # Any Debian or Ubuntu with Python 3.11 or newer does as well (BASE=debian:bookworm-slim).
 ARG BASE=nvidia/cuda:13.0.2-base-ubuntu24.04
 # What of the package's extras is installed. Without `ffcv` nothing is compiled.
@@ -77,7 +77,7 @@ COPY configs configs
 COPY launch launch
 # lipnext; by number, so that a cluster that asks for "not root" can see that it is not.
 USER 10001
-# Last of all, the image is looked at by its own user: whatever is wrong ends the build. That there
+# Last of all, the doctor checks the image as its own user: anything wrong ends the build. That there
 # is no GPU here is not. To the doctor FFCV is a choice; in here it is asked for.
 ARG EXTRAS
 RUN python -m lipnext_scale.doctor --config configs/digits.yaml \

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import interleaved, machine, print_rows
-from lipnext_scale.cpu import keep_freed_memory
 from lipnext_scale.models import BlockGroup, BlockSpec, fused_group, group_reference
+from lipnext_scale.utils.cpu import keep_freed_memory
 
 BLOCKS, BATCH, SIDE = 8, 64, 8
 BARE = "48 bare products"

@@ -12,10 +12,10 @@ from statistics import median
 import torch
 
 from benchmarks.timing import interleaved, machine, ratio
-from lipnext_scale.certify import Certifier, lipschitz_bound, spectral_norm_bound
-from lipnext_scale.cpu import keep_freed_memory
+from lipnext_scale.certification import Certifier, lipschitz_bound, spectral_norm_bound
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.utils.cpu import keep_freed_memory
 
 LARGEST, BLOCKS = 5792, 32  # the paper's 2B model
 

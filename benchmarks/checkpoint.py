@@ -20,7 +20,7 @@ from lipnext_scale.checkpoint import (
     CheckpointWriter,
     StateShard,
     latest_checkpoint,
-    load_pieces,
+    load_shards,
     verify_checkpoint,
 )
 
@@ -35,7 +35,7 @@ def main() -> None:
     arguments = parser.parse_args()
     count = max(1, arguments.megabytes * 10**6 // (4 * SIDE**2))
     tensors = {f"matrix.{index}": torch.randn(SIDE, SIDE) for index in range(count)}
-    pieces = {name: StateShard(tensor, (SIDE, SIDE), (0, 0)) for name, tensor in tensors.items()}
+    shards = {name: StateShard(tensor, (SIDE, SIDE), (0, 0)) for name, tensor in tensors.items()}
     print(machine())
     print(f"{count} matrices, {count * 4 * SIDE**2 / 1e6:.0f} MB")
     seconds: dict[str, list[float]] = {}
@@ -48,7 +48,7 @@ def main() -> None:
                 file.flush()
                 os.fsync(file.fileno())
             marks.append((PLAIN, time.perf_counter()))
-            writer.save(turn, pieces, {})
+            writer.save(turn, shards, {})
             marks.append(("blocked", time.perf_counter()))
             writer.wait()
             marks.append(("complete, after that", time.perf_counter()))
@@ -56,7 +56,7 @@ def main() -> None:
             assert path is not None
             verify_checkpoint(path)
             marks.append(("verify", time.perf_counter()))
-            load_pieces(path, pieces)
+            load_shards(path, shards)
             marks.append(("load", time.perf_counter()))
             for (_, start), (name, end) in zip(marks, marks[1:], strict=False):
                 if turn:

@@ -4,8 +4,8 @@
 
 Every loader runs in turn in each round, with as many worker processes, so that all see the same
 noise. A ratio within a round still swings by 5 % or more on a machine that others use too: rounds
-are short and many, and the mean of the middle half of them counts, beside which the borders of that
-half are told. `bare` is libjpeg-turbo and OpenCV alone in as many processes: decode, crop, resize
+are short and many, and the mean of the middle half of them counts; the borders of that half stand
+beside it. `bare` is libjpeg-turbo and OpenCV alone in as many processes: decode, crop, resize
 into a batch, from images that are in memory. Images come from class folders (--images), or are
 made: smooth random pictures of 256 × 341 pixels at quality 90.
 """
@@ -27,11 +27,10 @@ from PIL import Image
 from benchmarks import resume
 from benchmarks.timing import machine
 from data_prep import imagenet
-from lipnext_scale.bench.loading import bare_rate, mixing, resume_seconds
-from lipnext_scale.cpu import keep_freed_memory
+from lipnext_scale.bench import bare_rate
 from lipnext_scale.data import AugmentConfig, DataConfig, DataSets, StreamLoader, resolve_shards
-from lipnext_scale.data.rand_augment import OPERATIONS, magnitude_of
-from lipnext_scale.data.rand_augment_reference import apply_reference
+from lipnext_scale.data.source import Source
+from lipnext_scale.utils.cpu import keep_freed_memory
 
 SIZE, BATCH, SHORT_SIDES = 224, 64, (224, 288)
 PREFETCH = DataConfig.prefetch
@@ -39,7 +38,7 @@ PREFETCH = DataConfig.prefetch
 REST = 1.0
 BARE = "bare decode, crop, resize"
 OURS, RECIPE = "lipnext_scale", "lipnext_scale, RandAugment"
-PILLOW, PILLOW_RECIPE = "webdataset + Pillow", "webdataset + Pillow, RandAugment"
+PILLOW = "webdataset + Pillow"
 FFCV = "FFCV, RandomResizedCrop"
 
 
@@ -72,18 +71,12 @@ def make_loader(shards: str, workers: int, rand_augment: float) -> StreamLoader:
 # --- the others -------------------------------------------------------------------------------
 
 
-def with_pillow(encoded: bytes, rand_augment: bool) -> torch.Tensor:
-    """The recipe as one would write it with Pillow."""
+def with_pillow(encoded: bytes) -> torch.Tensor:
+    """The recipe as one would write it with Pillow, without RandAugment."""
     image = Image.open(io.BytesIO(encoded)).convert("RGB")
     scale = random.randint(*SHORT_SIDES) / min(image.size)
     width, height = (max(SIZE, round(side * scale)) for side in image.size)
     image = image.resize((width, height), Image.Resampling.BILINEAR)
-    if rand_augment:
-        pixels = np.asarray(image)
-        for operation in random.choices(OPERATIONS, k=2):
-            magnitude = magnitude_of(operation, 9, *pixels.shape[:2])
-            pixels = apply_reference(pixels, operation, magnitude, random.choice((-1, 1)))
-        image = Image.fromarray(pixels)
     left, top = random.randint(0, width - SIZE), random.randint(0, height - SIZE)
     image = image.crop((left, top, left + SIZE, top + SIZE))
     if random.random() < 0.5:
@@ -91,9 +84,9 @@ def with_pillow(encoded: bytes, rand_augment: bool) -> torch.Tensor:
     return torch.from_numpy(np.array(image))
 
 
-def pillow_batches(shards: str, workers: int, rand_augment: bool) -> Iterator[int]:
+def pillow_batches(shards: str, workers: int) -> Iterator[int]:
     def decode(sample: tuple[bytes, bytes]) -> tuple[torch.Tensor, int]:
-        return with_pillow(sample[0], rand_augment), int(sample[1])
+        return with_pillow(sample[0]), int(sample[1])
 
     dataset = (
         webdataset.WebDataset(resolve_shards(shards, "shards"), shardshuffle=100)
@@ -156,9 +149,8 @@ def competitors(
     found: dict[str, Callable[[float], float]] = {
         BARE: lambda seconds: bare_rate(source, workers, seconds),
         OURS: rate_of(our_batches(make_loader(shards, workers, 0.0)), workers),
-        PILLOW: rate_of(pillow_batches(shards, workers, False), workers),
+        PILLOW: rate_of(pillow_batches(shards, workers), workers),
         RECIPE: rate_of(our_batches(make_loader(shards, workers, 1.0)), workers),
-        PILLOW_RECIPE: rate_of(pillow_batches(shards, workers, True), workers),
     }
     if beton is not None:
         found[FFCV] = rate_of(ffcv_batches(beton, workers), workers)
@@ -194,9 +186,34 @@ def report(rates: dict[str, list[float]]) -> None:
     for name, found in rates.items():
         print(f"  {name:<36}{middle_half(found)[0]:>10.0f}{ratio(name, BARE):>22}")
     print(f"  {OURS} over {PILLOW}: {ratio(OURS, PILLOW)}")
-    print(f"  {OURS} over {PILLOW}, both with RandAugment: {ratio(RECIPE, PILLOW_RECIPE)}")
     if FFCV in rates:
         print(f"  {OURS} over {FFCV}: {ratio(OURS, FFCV)}")
+
+
+def class_entropy(labels: np.ndarray) -> float:
+    """Of the classes of a batch, in bits."""
+    shares = np.unique(labels, return_counts=True)[1] / len(labels)
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def mixing(source: Source, batches: int = 200) -> tuple[float, float]:
+    """(mean class entropy of the first batches of an epoch, that of batches drawn at random)."""
+    labels = np.concatenate([shard.records["label"] for shard in source.catalog.shards])
+    size, random = source.options.batch_size, np.random.default_rng(0)
+    steps = range(min(batches, source.order.steps_per_epoch))
+    found = [class_entropy(labels[source.order.ids(0, step)]) for step in steps]
+    ideal = [class_entropy(labels[random.choice(len(labels), size, replace=False)]) for _ in steps]
+    return float(np.mean(found)), float(np.mean(ideal))
+
+
+def resume_seconds(make_loader: Callable[[], StreamLoader], step: int) -> tuple[float, float]:
+    """(until a new loader is put to a step, until it hands out its first batch from there)."""
+    began = time.perf_counter()
+    loader = make_loader()
+    loader.load_state_dict(loader.state_dict() | {"step": step})
+    placed = time.perf_counter()
+    next(iter(loader))
+    return placed - began, time.perf_counter() - began
 
 
 def main() -> None:
@@ -220,7 +237,7 @@ def main() -> None:
         runs = competitors(shards, beton, arguments.workers)
         rates: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(arguments.rounds):
-            # There and back, lest a machine that slows down favours whoever is first.
+            # There and back, lest a machine that slows down favours the first.
             for name in list(runs)[:: -1 if number % 2 else 1]:
                 time.sleep(REST)
                 rates[name].append(runs[name](arguments.seconds))

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from benchmarks.memory import training_memory
 from benchmarks.sharded_step import IMAGES, PATCH, SIDE, Variant, measure, slowest
 from benchmarks.timing import machine, print_rows
+from lipnext_scale.distributed import ParallelConfig
+from lipnext_scale.distributed.deepspeed import import_deepspeed
 from lipnext_scale.models import LipNeXtConfig
-from lipnext_scale.parallel import ParallelConfig
-from lipnext_scale.parallel.estimate import training_memory
-from lipnext_scale.parallel.zero import import_deepspeed
 
 ENGINES = {
     "ddp": ParallelConfig(engine="ddp"),
@@ -70,7 +70,7 @@ def memory(model: LipNeXtConfig, name: str) -> None:
 
 
 def _resident(key: str) -> float:
-    """MB of this process, as Linux tells."""
+    """MB of this process, as Linux reports."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{key}:"))
     return int(line.split()[1]) / 1e3

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
 from benchmarks.timing import interleaved, machine, print_rows
-from lipnext_scale.cpu import keep_freed_memory
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.optim import ManifoldAdam
+from lipnext_scale.utils.cpu import keep_freed_memory
 
 PRODUCT = "one product"
 ORDER4 = "ManifoldAdam, order 4"

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 from benchmarks.timing import machine, print_rows
-from lipnext_scale.cpu import keep_freed_memory
+from lipnext_scale.config.recipe import load_recipe
 from lipnext_scale.data import Batch
-from lipnext_scale.heartbeat import beat
-from lipnext_scale.recipe import load_recipe
-from lipnext_scale.trainer import Trainer
+from lipnext_scale.training.trainer import Trainer
+from lipnext_scale.utils.cpu import keep_freed_memory
+from lipnext_scale.utils.progress import beat
 
 SETTINGS = [
     "data.train=builtin:digits/train-*.tar.gz",
@@ -60,7 +60,7 @@ class Loop:
     def __init__(self, directory: Path, overrides: list[str]) -> None:
         recipe = load_recipe(None, [*SETTINGS, f"run.dir={directory}", *overrides])
         self.trainer = Trainer(recipe)
-        self.trainer.observer.open(self.trainer.directory)
+        self.trainer.observer.open(self.trainer.step)
         self._open = ExitStack()
         self._open.callback(self.trainer.directory.lock.release)
         self._open.callback(self.trainer.observer.close)
@@ -70,7 +70,7 @@ class Loop:
         for name in ("gradients_made", "weights_moved"):
             self._time(self.trainer.observer, name, "by block")
         self._time(self.trainer, "_is_finite", "finite")
-        self._time(self.trainer.observer.scores, "of_subset", "watched subset")
+        self._time(self.trainer.observer.evaluation, "of_subset", "subset")
 
     def _time(self, owner: Any, name: str, kind: str) -> None:
         action: Callable[..., Any] = getattr(owner, name)
@@ -92,26 +92,23 @@ class Loop:
                 stepping = process_time()
                 values = trainer.train_step(batch)
                 stepped = process_time()
+            trainer._after_step(values)
             beat(f"step {trainer.step + 1}")
-            trainer.state.tell_failure()
-            trainer.state.non_finite.tell(values)
-            self.seconds["guards"] += process_time() - stepped
-            observer.after_step(trainer.step, values)
             self.seconds["around"] += process_time() - begun - (stepped - stepping)
             self.seconds["step"] += stepped - stepping
 
     def shares(self) -> dict[str, float]:
         """By kind, in units of the steps alone."""
-        by_block, subset = self.seconds["by block"], self.seconds["watched subset"]
-        finite, guards = self.seconds["finite"], self.seconds["guards"]
+        by_block, subset = self.seconds["by block"], self.seconds["subset"]
+        finite = self.seconds["finite"]
         alone = self.seconds["step"] - by_block - finite
-        told = {
+        shares = {
             "gradient, step and drift by block": by_block,
-            "watched subset": subset,
-            "records, lines": self.seconds["around"] - subset - guards,
-            "guards": finite + guards,
+            "subset of the test set": subset,
+            "records, lines, warnings": self.seconds["around"] - subset,
+            "check for finite numbers": finite,
         }
-        return {name: seconds / alone for name, seconds in told.items()}
+        return {name: seconds / alone for name, seconds in shares.items()}
 
     def close(self) -> None:
         self._open.close()

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.timing import machine
 from lipnext_scale.data import DataConfig, DataSets
 from lipnext_scale.data.index import ShardEntry, scan_tar, write_index
-from lipnext_scale.files import file_sha256
+from lipnext_scale.utils.files import file_sha256
 
 SHARDS, SAMPLES, CLASSES, SIZE, BATCH, STEP = 2600, 10_000, 1000, 32, 256, 100_000
 

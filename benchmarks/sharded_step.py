@@ -4,8 +4,7 @@
 
 Real processes over gloo. All variants live in the same processes and take their steps in turn, so
 that each sees the same noise; a round's time is that of the slowest rank. With more processes than
-cores the times say what is exchanged and computed in all, not what overlaps: the traffic and the
-memory are exact, the ratios of the times are what to look at.
+cores the times show what is exchanged and computed in all, not what overlaps: look at their ratios.
 """
 
 import argparse
@@ -20,14 +19,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from benchmarks.memory import training_memory
 from benchmarks.timing import machine, print_rows
-from lipnext_scale.cpu import keep_freed_memory
+from lipnext_scale.distributed import Engine, ParallelConfig, build_engine
+from lipnext_scale.distributed.estimate import estimate
 from lipnext_scale.losses import class_distances, emma_loss
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.optim import OptimConfig
-from lipnext_scale.parallel import Engine, ParallelConfig, build_engine
-from lipnext_scale.parallel.estimate import training_memory
-from lipnext_scale.parallel.traffic import CountTraffic
+from lipnext_scale.utils.cpu import keep_freed_memory
 
 IMAGES, SIDE, PATCH = 16, 16, 4  # for each process
 VARIANTS = {
@@ -83,19 +82,15 @@ def slowest(own: dict[str, list[float]]) -> dict[str, list[float]]:
     }
 
 
-def describe(name: str, variant: Variant) -> list[str]:
-    """A row of the table: MB sent in either half, MB held."""
-    counted = []
-    for half in (variant.gradients, variant.update):
-        dist.barrier()
-        with CountTraffic() as traffic:
-            half()
-        counted.append(traffic.total_bytes / 1e6)
-    held = training_memory(variant.engine, variant.optimizers).total / 1e6
+def describe(name: str, variant: Variant) -> str:
+    """A row of the table: MB sent in a step by `plan`'s estimate, MB held."""
+    engine, model = variant.engine, variant.engine.model.config
+    sent = estimate(engine, engine.place(model), variant.optimizers.config).sent / 1e6
+    held = training_memory(engine, variant.optimizers).total / 1e6
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (*counted, held))
-    columns = [max(rank[i] for rank in everyone) for i in range(3)]
-    return [f"  {name:<26}", *(f"{value:14.2f}" for value in columns)]
+    dist.all_gather_object(everyone, (sent, held))
+    columns = [max(column) for column in zip(*everyone, strict=True)]
+    return f"  {name:<26}" + "".join(f"{value:14.2f}" for value in columns)
 
 
 def rank_main(rank: int, ranks: int, store: str, model: LipNeXtConfig, rounds: int) -> None:
@@ -121,12 +116,9 @@ def rank_main(rank: int, ranks: int, store: str, model: LipNeXtConfig, rounds: i
     if rank == 0:
         print_rows(both, "fsdp bank")
     say("\nlargest rank: MB sent in a step, MB of parameters, gradients and state")
-    titles = ["passes, sent", "update, sent", "held"]
-    say(f"  {'':<26}" + "".join(f"{title:>14}" for title in titles))
+    say(f"  {'':<26}{'sent':>14}{'held':>14}")
     for name, variant in variants.items():
-        say("".join(describe(name, variant)))
-    limit = 8 * model.bank_parameters * (ranks - 1) / ranks**2 / 1e6
-    say(f"\n8·P·(R-1)/R² = {limit:.2f} MB")
+        say(describe(name, variant))
     dist.barrier()
     dist.destroy_process_group()
 

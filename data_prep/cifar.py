@@ -3,35 +3,28 @@
     python -m data_prep.cifar --source cifar-10-python.tar.gz --out data/cifar10
     python -m data_prep.cifar --source cifar-100-python --out data/cifar100
 
-The source is the archive, which is read where it lies, or the directory unpacked from it. Its files
-are pickles: only numpy arrays and plain values are taken from them, so that nothing in a file from
-a stranger is ever run. Pixels are exact.
+The source is the archive, which is read in place, or the directory unpacked from it. Its files are
+pickles: only numpy arrays and plain values are taken from them, nothing in them is run. Pixels are
+exact.
 """
 
-import argparse
 import hashlib
 import io
 import pickle
-import tarfile
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.writing.convert import (
-    SetSource,
-    add_conversion_options,
-    conversion_options,
-    run_conversions,
-)
-from lipnext_scale.errors import ArgumentParser, UserError, command
+from data_prep.common import reading
+from data_prep.convert import SetSource, conversion_options, conversion_parser, run_conversions
+from data_prep.sources import Collection, archived_files
+from lipnext_scale.utils.errors import UserError, command
 
 SIDE = 32
-LARGEST_FILE = 1 << 28  # bytes; the largest that is published has 155 MB
-PNG_BYTES = 2300  # of an image of theirs, about
+PNG_BYTES = 2300  # of one of their images, about
 
 
 @dataclass(frozen=True)
@@ -74,19 +67,14 @@ _ALL_FILES = {
 }
 
 
-class PixelCollection:
+class PixelCollection(Collection):
     """Images in memory, [N, 3, 32, 32] as the files have them."""
 
     def __init__(
         self, classes: list[str], images: np.ndarray, labels: list[int], names: list[str]
     ) -> None:
-        self.classes, self._images, self._labels, self._names = classes, images, labels, names
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def label(self, i: int) -> int:
-        return self._labels[i]
+        super().__init__(classes, labels)
+        self._images, self._names = images, names
 
     def name(self, i: int) -> str:
         return self._names[i]
@@ -95,7 +83,8 @@ class PixelCollection:
         return np.ascontiguousarray(self._images[i].transpose(1, 2, 0))
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256(repr((self.classes, self._labels, self._names)).encode())
+        facts = (self.classes, self.labels.tolist(), self._names)
+        digest = hashlib.sha256(repr(facts).encode())
         digest.update(self._images.tobytes())
         return digest.hexdigest()
 
@@ -104,8 +93,8 @@ class PixelCollection:
 
 
 class _DataOnly(pickle.Unpickler):
-    """Arrays of numpy are put together by these three; whatever else a pickle asks for is refused,
-    for calling it could do anything."""
+    """These three put numpy's arrays together; a pickle that asks for anything else is refused, for
+    calling it could do anything."""
 
     ALLOWED = {
         ("numpy.core.multiarray", "_reconstruct"): np.zeros(0).__reduce__()[0],
@@ -123,41 +112,21 @@ class _DataOnly(pickle.Unpickler):
 
 def unpickled(content: bytes, where: str) -> dict[str, Any]:
     """A file's dictionary with its keys as text."""
-    try:
+    with reading(where):
         values = _DataOnly(io.BytesIO(content), encoding="bytes").load()
         return {key.decode() if isinstance(key, bytes) else key: v for key, v in values.items()}
-    except Exception as error:  # a pickle from elsewhere may fail in any way
-        reason = str(error).split("\n")[0] or type(error).__name__
-        raise UserError(f"{where}: is no CIFAR file: {reason}") from None
 
 
 def source_files(source: Path) -> dict[str, bytes]:
     """The files of the set by name: of a directory, or of the archive."""
-    try:
-        if source.is_dir():
-            # Some unpack the archive into a directory around its own.
-            inner = [source / name for name in ("cifar-10-batches-py", "cifar-100-python")]
-            directory = next((path for path in inner if path.is_dir()), source)
-            paths = [directory / name for name in sorted(_ALL_FILES)]
-            return {path.name: path.read_bytes() for path in paths if path.is_file()}
-        with tarfile.open(source, "r:*") as tar:
-            return dict(_archived_files(tar))
-    except OSError as error:
-        raise UserError(f"--source {source}: cannot be read: {error.strerror or error}") from None
-    except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
-        reason = str(error).split("\n")[0]
-        raise UserError(f"--source {source}: is no readable archive: {reason}") from None
-
-
-def _archived_files(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
-    for entry in tar:
-        name = entry.name.rsplit("/", 1)[-1]
-        if name in _ALL_FILES and entry.isreg():
-            if entry.size > LARGEST_FILE:
-                raise ValueError(f"its {name} has {entry.size:,} bytes, no CIFAR file has")
-            content = tar.extractfile(entry)
-            assert content is not None
-            yield name, content.read()
+    if not source.is_dir():
+        return archived_files(source, _ALL_FILES)
+    # Some unpack the archive into a directory around its own.
+    inner = [source / name for name in ("cifar-10-batches-py", "cifar-100-python")]
+    directory = next((path for path in inner if path.is_dir()), source)
+    paths = [directory / name for name in sorted(_ALL_FILES)]
+    with reading(f"--source {source}"):
+        return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def edition_of(files: Mapping[str, bytes], coarse: bool, source: Path) -> Edition:
@@ -194,11 +163,13 @@ def collection(files: Mapping[str, bytes], edition: Edition, part: str) -> Pixel
         class_names(files, edition),
         np.concatenate([images for images, _, _ in batches]),
         [label for _, labels, _ in batches for label in labels],
-        [name for _, _, names in batches for name in names],
+        [name.decode(errors="replace") for _, _, names in batches for name in names],
     )
 
 
-def _batch(content: bytes, file: str, edition: Edition) -> tuple[np.ndarray, list[int], list[str]]:
+def _batch(
+    content: bytes, file: str, edition: Edition
+) -> tuple[np.ndarray, list[int], list[bytes]]:
     """(images, labels, names) of one file."""
     values = unpickled(content, file)
     data: Any = values.get("data")
@@ -211,12 +182,11 @@ def _batch(content: bytes, file: str, edition: Edition) -> tuple[np.ndarray, lis
         raise UserError(f"{file}: its {edition.labels} are no list of 0 to {edition.classes - 1}")
     if not _are(names, bytes) or not len(data) == len(labels) == len(names):
         raise UserError(f"{file}: its data, {edition.labels} and filenames do not go together")
-    decoded = [name.decode(errors="replace") for name in names]
-    return data.reshape(-1, 3, SIDE, SIDE), labels, decoded
+    return data.reshape(-1, 3, SIDE, SIDE), labels, names
 
 
 def provenance(files: Mapping[str, bytes], edition: Edition) -> dict[str, Any]:
-    """The md5 sums of the files, and whether they are the published ones; says so."""
+    """The md5 sums of the files, and whether they are the published ones; prints it."""
     published = {name: md5 for part in edition.files.values() for name, md5 in part.items()}
     sums = {name: hashlib.md5(files[name], usedforsecurity=False).hexdigest() for name in published}
     others = [name for name in published if sums[name] != published[name]]
@@ -228,34 +198,18 @@ def provenance(files: Mapping[str, bytes], edition: Edition) -> dict[str, Any]:
     return {"data": edition.title, **labels, "md5": sums, "as_published": not others}
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = ArgumentParser(
-        prog="data_prep.cifar",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--source",
-        type=Path,
-        required=True,
-        help="cifar-10-batches-py or cifar-100-python, or the official .tar.gz of either",
-    )
-    parser.add_argument(
-        "--coarse", action="store_true", help="the 20 coarse labels of CIFAR-100, not the 100 fine"
-    )
-    add_conversion_options(parser)
-    return parser.parse_args(argv)
-
-
 @command
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
-    options = conversion_options(arguments, "data_prep.cifar")
+    parser = conversion_parser("cifar", __doc__)
+    add = parser.add_argument
+    add("--source", type=Path, required=True, help="the official .tar.gz, or its directory")
+    add("--coarse", action="store_true", help="the 20 coarse labels of CIFAR-100")
+    arguments = parser.parse_args(argv)
     files = source_files(arguments.source)
     edition = edition_of(files, arguments.coarse, arguments.source)
     source = provenance(files, edition)
     sets = [SetSource(part, collection(files, edition, part), source) for part in edition.files]
-    run_conversions(sets, options)
+    run_conversions(sets, conversion_options(arguments, "data_prep.cifar"))
 
 
 if __name__ == "__main__":

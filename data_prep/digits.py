@@ -7,13 +7,18 @@ file. Pixels 0..16 become 0..255. The split is by a hash of the image's number, 
 1,437 for training and 360 for testing.
 """
 
+import gzip
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from data_prep.writing.shards import png_bytes, write_shard
-from lipnext_scale.errors import ArgumentParser, UserError, command
+from data_prep.common import command_parser, writing
+from data_prep.convert import add_file, open_tar
+from data_prep.encoding import png_bytes
+from lipnext_scale.utils.errors import UserError, command
+from lipnext_scale.utils.files import atomic_file
 
 TEST_SAMPLES = 360
 
@@ -37,19 +42,29 @@ def split(count: int) -> dict[str, list[int]]:
     return {"test": order[:TEST_SAMPLES], "train": order[TEST_SAMPLES:]}
 
 
+def write_shard(path: Path, samples: Iterable[tuple[str, bytes, int]]) -> None:
+    """Write (key, PNG, label) samples as one tar.gz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as file:
+        # Neither the name nor the time goes into the gzip header.
+        with gzip.GzipFile("", "wb", compresslevel=9, fileobj=file, mtime=0) as packed:
+            with open_tar(packed) as tar:
+                for key, png, label in samples:
+                    add_file(tar, f"{key}.cls", str(label).encode())
+                    add_file(tar, f"{key}.png", png)
+
+
 @command
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(prog="data_prep.digits", description=__doc__.split("\n")[0])
+    parser = command_parser("digits", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for the shards")
     arguments = parser.parse_args(argv)
     images, labels = load_digits()
     for part, numbers in split(len(images)).items():
         path = arguments.out / f"{part}-000000.tar.gz"
         samples = ((f"{i:06d}", png_bytes(images[i]), int(labels[i])) for i in numbers)
-        try:
+        with writing(f"--out {arguments.out}"):
             write_shard(path, samples)
-        except OSError as error:
-            raise UserError(f"--out {arguments.out}: cannot be written: {error.strerror}") from None
         print(f"{path}: {len(numbers)} samples, {path.stat().st_size:,} bytes")
 
 

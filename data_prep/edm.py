@@ -2,143 +2,394 @@
 
     python -m data_prep.edm --source SOURCE --out data/cifar10_edm [--name train]
 
-SOURCE is one of these; which one is found out, and said:
+SOURCE is one of these; the command finds out which, and prints it:
 
     an .npz     image uint8 [N, H, W, 3] and label integers [N]
     a .zip      EDM's: images and dataset.json
     a folder    EDM's, with dataset.json
                 a folder for each class, named by its number, or by its name in --classes-file
-                images right in it, and --labels FILE: a label a line in the order of the images'
-                names, or name,label
 
 Sources are read in place: nothing is loaded whole, unpacked by name, or run.
 """
 
-import argparse
+import hashlib
+import json
+import math
+import os
 import re
+import struct
+import tempfile
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
+from numpy.lib import format as npy
 
-from data_prep.sources.edm import (
-    LABELS,
-    ZipImages,
-    class_folder_files,
-    edm_folder_files,
-    labelled_files,
-    zip_directory,
-    zip_images,
+from data_prep.common import (
+    LOG_SECONDS,
+    number,
+    reading,
+    reason_of,
+    require_space,
+    text_lines,
+    writing,
 )
-from data_prep.sources.listing import Collection, FolderImages, ImageFile, text_lines
-from data_prep.sources.npz import NpzImages
-from data_prep.writing.convert import add_conversion_options, conversion_options, run_conversion
-from lipnext_scale.errors import ArgumentParser, UserError, command
+from data_prep.convert import SetSource, conversion_options, conversion_parser, run_conversions
+from data_prep.encoding import BadImage
+from data_prep.sources import (
+    Collection,
+    FolderImages,
+    ImageFile,
+    Listing,
+    folder_files,
+    sorted_entries,
+    subfolders,
+)
+from lipnext_scale.utils.errors import UserError, command
+from lipnext_scale.utils.progress import Progress
 
 MOST_CLASSES = 100_000  # more than any data set has: a label beyond is a mistake
+LABELS = "dataset.json"
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+# Bytes. Ten million labels have fewer; no image has more.
+LARGEST_LABELS, LARGEST_IMAGE = 1 << 30, 1 << 28
+PNG_SHARE = 0.75  # of the bytes of pixels, about
+LONGEST_HEADER = 1 << 14
+CHUNK = 1 << 22
+_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+_LOCAL_HEADER, _LOCAL_MAGIC = struct.Struct("<4s5H3L2H"), b"PK\x03\x04"
+_ENCRYPTED = 0x1
+_CLASS_NUMBER = re.compile(r"\d{1,9}")
+
+# --------------------------------------------------------------------------------------------------
+# Members of a zip, each read by its place, so that processes need not share an open archive.
 
 
-@dataclass(frozen=True)
-class ClassRules:
-    """What the user says of the classes: their names by label (or none), their number (or 0)."""
+def zip_directory(path: Path) -> dict[str, zipfile.ZipInfo]:
+    """The files of an archive by name."""
+    with reading(f"--source {path}"), zipfile.ZipFile(path) as archive:
+        return {info.filename: info for info in archive.infolist() if not info.is_dir()}
 
-    names: list[str]
-    number: int
 
-    def classes(self, labels: Sequence[int] | np.ndarray, source: Path) -> list[str]:
-        """The classes' names, if the labels are among them."""
-        lowest, highest = int(np.min(labels)), int(np.max(labels))
-        count = self.number or min(highest + 1, MOST_CLASSES)
-        if lowest < 0 or highest >= count:
-            allowed = f"0 to {(self.number or MOST_CLASSES) - 1}"
-            reason = f", for there are {self.number} classes" if self.number else ""
+def open_member(file: IO[bytes], info: zipfile.ZipInfo) -> zipfile.ZipExtFile:
+    """A member's content; its checksum is compared when its end is read. Leaves `file` where the
+    member's bytes begin: the header before them has a length of its own."""
+    if info.flag_bits & _ENCRYPTED:
+        raise zipfile.BadZipFile("is encrypted")
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size or not header.startswith(_LOCAL_MAGIC):
+        raise zipfile.BadZipFile(f"has no header at byte {info.header_offset}")
+    *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+    file.seek(name_length + extra_length, os.SEEK_CUR)
+    return zipfile.ZipExtFile(file, "r", info)
+
+
+def read_member(path: Path, info: zipfile.ZipInfo) -> bytes:
+    """All of a member, never more than it claims to have."""
+    with path.open("rb") as file:
+        content = open_member(file, info).read(info.file_size)
+    if len(content) != info.file_size:
+        raise zipfile.BadZipFile("is cut off")
+    return content
+
+
+class ZipImages(Listing):
+    """A collection of zip members."""
+
+    def __init__(
+        self,
+        path: Path,
+        classes: Sequence[str],
+        members: Mapping[str, zipfile.ZipInfo],
+        labels: Mapping[str, int],
+    ) -> None:
+        infos = [members[name] for name in labels]
+        files = [ImageFile(m.filename, labels[m.filename], m.file_size) for m in infos]
+        super().__init__(path, classes, files)
+        columns = ("header_offset", "compress_size", "CRC", "compress_type", "flag_bits")
+        self._facts = {c: np.array([getattr(m, c) for m in infos], np.int64) for c in columns}
+
+    def load(self, i: int) -> bytes:
+        info = zipfile.ZipInfo(self.name(i))
+        info.file_size = self.estimated_bytes(i)
+        if info.file_size > LARGEST_IMAGE:
+            raise BadImage(f"it claims {info.file_size:,} bytes")
+        for name, column in self._facts.items():
+            setattr(info, name, int(column[i]))
+        try:
+            return read_member(self.root, info)
+        except OSError:
+            raise
+        except Exception as error:  # zipfile and zlib raise many kinds on damaged bytes
+            raise BadImage(f"it is damaged in the archive: {reason_of(error)}") from None
+
+    def fingerprint(self) -> str:
+        """Also of the checksums that the archive has of its members."""
+        digest = hashlib.sha256(super().fingerprint().encode())
+        digest.update(self._facts["CRC"].tobytes())
+        return digest.hexdigest()
+
+
+def zip_labels(path: Path, members: Mapping[str, zipfile.ZipInfo]) -> dict[str, int]:
+    """The labels of the images of EDM's zip, in the order of their names."""
+    if LABELS not in members:
+        raise UserError(
+            f"--source {path}: has no {LABELS}, in which EDM's zips keep their labels; for images "
+            "of one class a folder, unpack it"
+        )
+    where = f"--source {path}: its {LABELS}"
+    if members[LABELS].file_size > LARGEST_LABELS:
+        raise UserError(f"{where} has {members[LABELS].file_size:,} bytes")
+    with reading(where):
+        text = read_member(path, members[LABELS])
+    labels = dataset_labels(text, where)
+    require_all_labelled(f"--source {path}", {name for name in members if is_image(name)}, labels)
+    return {name: labels[name] for name in sorted(labels, key=os.fsencode)}
+
+
+# --------------------------------------------------------------------------------------------------
+# An .npz is a zip too. Arrays that np.savez stored are read inside it; those of np.savez_compressed
+# are unpacked once into a file without a name, which the system removes even after a kill.
+
+
+class NpzImages(Collection):
+    """The arrays `image`, uint8 [N, H, W, 1 or 3], and `label`, integers [N].
+    Images can be loaded after `prepare`, in any order and by forked processes too."""
+
+    def __init__(self, path: Path, members: Mapping[str, zipfile.ZipInfo]) -> None:
+        with reading(f"--source {path}: its label"), np.load(path) as archive:
+            super().__init__([], archive["label"])  # numpy refuses Python objects
+        self._path, self._start = path, 0
+        self._file: IO[bytes] | None = None
+        with reading(f"--source {path}: its image"), path.open("rb") as file:
+            self._info = members["image.npy"]
+            member = open_member(file, self._info)
+            read_header = _HEADERS[npy.read_magic(member)]
+            self.shape, fortran, dtype = read_header(member, max_header_size=LONGEST_HEADER)
+            self._header = member.tell()
+        if dtype != np.uint8 or len(self.shape) != 4 or self.shape[3] not in (1, 3):
+            raise self._wrong("image", dtype, self.shape, "uint8 [N, height, width, 1 or 3]")
+        if fortran:  # no image lies together
+            raise self._wrong("image", "in Fortran's order", self.shape, "C-contiguous")
+        if min(self.shape) < 1 or self._header + math.prod(self.shape) != self._info.file_size:
+            raise self._wrong("image", "damaged or empty:", self.shape, "as long as it says")
+        if self.labels.dtype.kind not in "iu" or self.labels.shape != self.shape[:1]:
+            right = f"integers [{self.shape[0]}], one for each image"
+            raise self._wrong("label", self.labels.dtype, self.labels.shape, right)
+
+    def _wrong(self, name: str, what: object, shape: tuple[int, ...], right: str) -> UserError:
+        found = f"its {name} is {what} {list(shape)}"
+        return UserError(f"--source {self._path}: {found}; it must be {right}")
+
+    def prepare(self, scratch: Path) -> None:
+        """Check the archive's bytes; unpack compressed ones into the directory `scratch`."""
+        info, file, unpacked = self._info, self._path.open("rb"), None
+        member, place = open_member(file, info), file.tell()
+        if info.compress_type != zipfile.ZIP_STORED:
+            with writing(f"--out {scratch}"):
+                scratch.mkdir(parents=True, exist_ok=True)
+                require_space(scratch, info.file_size)
+                unpacked = tempfile.TemporaryFile(dir=scratch)
+        title = "unpacking the images" if unpacked else "checking the images"
+        progress = Progress(info.file_size >> 20, 0, "MiB", title, LOG_SECONDS)
+        try:
+            with reading(f"--source {self._path}: its image"), writing(f"--out {scratch}"):
+                while chunk := member.read(CHUNK):
+                    if unpacked:
+                        unpacked.write(chunk)
+                    progress.advance(len(chunk) >> 20)
+            if unpacked:
+                unpacked.flush()
+        finally:
+            progress.close()
+        self._file, self._start = unpacked or file, self._header + (0 if unpacked else place)
+
+    def name(self, i: int) -> str:
+        return f"image[{i}]"
+
+    def load(self, i: int) -> np.ndarray:
+        if self._file is None:  # a dry run unpacks nothing
+            raise BadImage("it is not unpacked")
+        _, height, width, channels = self.shape
+        size = height * width * channels
+        content = os.pread(self._file.fileno(), size, self._start + i * size)
+        if len(content) != size:
+            raise BadImage("the archive ends before it")
+        shape = (height, width) if channels == 1 else (height, width, channels)
+        return np.frombuffer(content, np.uint8).reshape(shape)
+
+    def fingerprint(self) -> str:
+        """Of the labels and of the checksum that the archive has of the images."""
+        facts = (self.classes, self.shape, self._info.CRC)
+        digest = hashlib.sha256(repr(facts).encode())
+        digest.update(self.labels.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def estimated_bytes(self, i: int) -> int:
+        return int(PNG_SHARE * np.prod(self.shape[1:])) + 100
+
+
+# --------------------------------------------------------------------------------------------------
+# Images in folders: one of each class, or any with EDM's dataset.json.
+
+
+def class_folder_files(root: Path, names: Sequence[str]) -> list[ImageFile]:
+    """root/CLASS/IMAGE, where CLASS is a class number, or one of `names`."""
+    folders = subfolders(root)
+    if not folders:
+        raise UserError(
+            f"--source {root}: holds no folder of a class and no {LABELS} with "
+            '{"labels": [["NAME", LABEL], …]}'
+        )
+    if loose := image_names(root):
+        raise UserError(f"--source {root}: holds {loose[0]!r} beside the folders of its classes")
+    labels = _folder_labels(root, folders, names)
+    return [file for folder in folders for file in folder_files(root, folder, labels[folder])]
+
+
+def _folder_labels(root: Path, folders: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    if names and all(folder in names for folder in folders):
+        return {folder: names.index(folder) for folder in folders}
+    labels = {}
+    for folder in folders:
+        if not _CLASS_NUMBER.fullmatch(folder):
+            wrong = "is none of --classes-file" if names else "is no class number"
+            right = "" if names else "; give the classes' names by --classes-file FILE"
+            raise UserError(f"--source {root}: the folder {folder!r} {wrong}{right}")
+        labels[folder] = int(folder)
+    if len(set(labels.values())) < len(folders):
+        raise UserError(f"--source {root}: two folders have the same class number")
+    return labels
+
+
+def edm_folder_files(root: Path) -> list[ImageFile]:
+    """EDM's folder: dataset.json has the labels of all images below."""
+    with reading(root / LABELS):
+        text = (root / LABELS).read_bytes()
+    labels, names = dataset_labels(text, str(root / LABELS)), image_names(root, recursive=True)
+    require_all_labelled(str(root / LABELS), set(names), labels)
+    return [ImageFile(name, labels[name], (root / name).stat().st_size) for name in names]
+
+
+def dataset_labels(text: bytes, where: str) -> dict[str, int]:
+    """{"labels": [["00000/img00000000.png", 3], …]} as name → label."""
+    try:
+        pairs: Any = json.loads(text)["labels"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f'{where} is not {{"labels": [["NAME", LABEL], …]}}') from None
+    if not isinstance(pairs, list) or not pairs:
+        raise UserError(f"{where} has no labels; data for a classifier needs them")
+    labels: dict[str, int] = {}
+    for pair in pairs:
+        name, label = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
+        if not isinstance(name, str) or type(label) is not int:
+            raise UserError(f"{where} has {str(pair)[:80]!r} in place of a name and a class number")
+        if name in labels:
+            raise UserError(f"{where} has {name!r} twice")
+        labels[name] = label
+    return labels
+
+
+def require_all_labelled(where: str, images: set[str], labels: Mapping[str, int]) -> None:
+    """Every image has a label, every label its image."""
+    for left, total, kind, other in (
+        (images - labels.keys(), len(images), "images", "label"),
+        (labels.keys() - images, len(labels), "labels", "image"),
+    ):
+        if left:
             raise UserError(
-                f"--source {source}: has labels from {lowest} to {highest}; they must be {allowed}"
-                f"{reason}"
+                f"{where}: {len(left):,} of {total:,} {kind} have no {other}, {min(left)!r} is one"
             )
-        return self.names or [str(label) for label in range(count)]
 
 
-def class_rules(names_file: Path | None, number: int | None) -> ClassRules:
-    names = [line.strip() for line in text_lines(names_file)] if names_file else []
-    if names_file and not names:
-        raise UserError(f"--classes-file {names_file}: names no class")
-    if len(set(names)) < len(names):
-        raise UserError(f"--classes-file {names_file}: has a class twice")
-    if number is not None and not 1 <= number <= MOST_CLASSES:
-        raise UserError(f"--num-classes {number}: must be from 1 to {MOST_CLASSES}")
-    if names and number is not None and number != len(names):
-        raise UserError(f"--num-classes {number}: but --classes-file names {len(names)}")
-    return ClassRules(names, number or len(names))
+def is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def open_source(source: Path, labels: Path | None, rules: ClassRules) -> tuple[Collection, str]:
+def image_names(root: Path, recursive: bool = False, below: str = "") -> list[str]:
+    """The images in a folder by their paths from `root`, sorted; links to folders are not
+    followed."""
+    found: list[str] = []
+    for entry in sorted_entries(root / below):
+        if recursive and entry.is_dir(follow_symlinks=False):
+            found += image_names(root, recursive, f"{below}{entry.name}/")
+        elif is_image(entry.name) and entry.is_file():
+            found.append(below + entry.name)
+    return sorted(found, key=os.fsencode)
+
+
+# --------------------------------------------------------------------------------------------------
+# The command.
+
+
+def class_names(
+    labels: Sequence[int] | np.ndarray, names: list[str], number: int, source: Path
+) -> list[str]:
+    """The classes' names, if the labels are among them; `number`: of classes, 0 if not known."""
+    lowest, highest = int(np.min(labels)), int(np.max(labels))
+    count = number or min(highest + 1, MOST_CLASSES)
+    if lowest < 0 or highest >= count:
+        allowed = f"0 to {(number or MOST_CLASSES) - 1}"
+        reason = f", for there are {number} classes" if number else ""
+        raise UserError(
+            f"--source {source}: has labels from {lowest} to {highest}; they must be {allowed}"
+            f"{reason}"
+        )
+    return names or [str(label) for label in range(count)]
+
+
+def open_source(source: Path, names: list[str], number: int) -> tuple[Collection, str]:
     """The collection of a source in any form, and what that form is."""
     if source.is_dir():
-        files, form = _folder(source, labels, rules)
+        edm = (source / LABELS).exists()
+        files = edm_folder_files(source) if edm else class_folder_files(source, names)
         if not files:
             raise UserError(f"--source {source}: holds no images")
-        classes = rules.classes([file.label for file in files], source)
+        classes = class_names([file.label for file in files], names, number, source)
+        form = f"EDM's folder with {LABELS}" if edm else "a folder for each class"
         return FolderImages(source, classes, files), form
     if not source.is_file():
         raise UserError(f"--source {source}: there is no such file or folder")
-    if labels is not None:
-        raise UserError(f"--labels {labels}: goes with a folder; an archive has its own labels")
-    if _is_npz(zip_directory(source)):
-        npz = NpzImages(source)
-        npz.classes = rules.classes(npz.labels, source)
-        height, width, channels = npz.size
+    members = zip_directory(source)
+    if LABELS not in members and any(name.endswith(".npy") for name in members):
+        npz = NpzImages(source, members)
+        npz.classes = class_names(npz.labels, names, number, source)
+        _, height, width, channels = npz.shape
         return npz, f"an .npz of {height}×{width} images with {channels} channels"
-    members, numbers = zip_images(source)
-    return ZipImages(source, rules.classes(numbers, source), members, numbers), "EDM's zip"
-
-
-def _folder(source: Path, labels: Path | None, rules: ClassRules) -> tuple[list[ImageFile], str]:
-    if labels is not None:
-        return labelled_files(source, labels), "a folder of images with a file of labels"
-    if (source / LABELS).exists():
-        return edm_folder_files(source), f"EDM's folder with {LABELS}"
-    return class_folder_files(source, rules.names), "a folder for each class"
-
-
-def _is_npz(members: list[zipfile.ZipInfo]) -> bool:
-    names = [info.filename for info in members]
-    return LABELS not in names and any(name.endswith(".npy") for name in names)
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    assert __doc__ is not None
-    parser = ArgumentParser(
-        prog="data_prep.edm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--source", type=Path, required=True, help="an .npz, a .zip or a folder, see above")
-    add("--name", default="train", help="of the set and its shards (default train)")
-    add("--labels", type=Path, metavar="FILE", help="the labels of images right in a folder")
-    add("--classes-file", type=Path, metavar="FILE", help="class names by label, one a line")
-    add("--num-classes", type=int, metavar="N", help="refuse labels that are not below N")
-    add_conversion_options(parser)
-    return parser.parse_args(argv)
+    in_zip = zip_labels(source, members)
+    classes = class_names(list(in_zip.values()), names, number, source)
+    return ZipImages(source, classes, members, in_zip), "EDM's zip"
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
-    options = conversion_options(arguments, "data_prep.edm")
-    name: str = arguments.name
+    parser = conversion_parser("edm", __doc__)
+    add = parser.add_argument
+    add("--source", type=Path, required=True, help="an .npz, a .zip or a folder, see above")
+    add("--name", default="train", help="of the set and its shards (default train)")
+    add("--classes-file", type=Path, metavar="FILE", help="class names by label, one a line")
+    limits = number(1, MOST_CLASSES)
+    add("--num-classes", type=limits, metavar="N", help="refuse labels that are not below N")
+    arguments = parser.parse_args(argv)
+    name, file, count = arguments.name, arguments.classes_file, arguments.num_classes
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UserError(f"--name {name}: must be of the letters a to z, digits, - and _")
-    rules = class_rules(arguments.classes_file, arguments.num_classes)
-    collection, form = open_source(arguments.source, arguments.labels, rules)
-    count = len(collection.classes)
-    print(f"{arguments.source}: {form}: {len(collection):,} images of {count:,} classes")
-    if isinstance(collection, NpzImages) and not options.dry_run:
-        collection.open(options.out)
-    run_conversion(collection, name, {"data": "generated images", "form": form}, options)
+    names = [line.strip() for line in text_lines(file)] if file else []
+    if file and (not names or len(set(names)) < len(names)):
+        raise UserError(f"--classes-file {file}: must name every class once")
+    if names and count not in (None, len(names)):
+        raise UserError(f"--num-classes {count}: but --classes-file names {len(names)}")
+    source: Path = arguments.source
+    collection, form = open_source(source, names, count or len(names))
+    print(f"{source}: {form}: {len(collection):,} images of {len(collection.classes):,} classes")
+    if isinstance(collection, NpzImages) and not arguments.dry_run:
+        collection.prepare(arguments.out)
+    origin = {"data": "generated images", "form": form}
+    options = conversion_options(arguments, "data_prep.edm")
+    run_conversions([SetSource(name, collection, origin)], options)
 
 
 if __name__ == "__main__":

@@ -14,37 +14,32 @@ from pathlib import Path
 import numpy as np
 import simplejpeg
 
-from data_prep.checking.shard_sets import (
+from data_prep.common import (
     LOG_SECONDS,
+    LONGEST_SIDE,
     ShardSet,
     add_workers_option,
     class_counts,
+    command_parser,
     group_shards,
     in_threads,
+    other_shards,
+    text_lines,
+    writing,
 )
 from lipnext_scale import __version__
 from lipnext_scale.data.catalog import resolve_shards
 from lipnext_scale.data.decode import BadSample, channels_of
-from lipnext_scale.data.index import (
-    KINDS,
-    Record,
-    ShardEntry,
-    index_paths,
-    sample_key,
-    scan_tar,
-    set_name,
-    write_index,
-)
-from lipnext_scale.errors import ArgumentParser, UserError, command
-from lipnext_scale.files import file_sha256
-from lipnext_scale.progress import Progress
+from lipnext_scale.data.index import KINDS, Record, ShardEntry, sample_key, scan_tar, write_index
+from lipnext_scale.utils.errors import UserError, command
+from lipnext_scale.utils.files import file_sha256
+from lipnext_scale.utils.progress import Progress
 
-LONGEST_SIDE = 2**16 - 1  # what RECORD can say
 _MAGIC = {b"\xff\xd8": KINDS["jpeg"], b"\x89PNG\r\n\x1a\n": KINDS["png"]}
 
 
 def index_shard(path: Path) -> tuple[ShardEntry, np.ndarray]:
-    """What an index says of a shard, with its records."""
+    """A shard's entry in the index, and its records."""
     digest = file_sha256(path)  # first, as it fetches all that is then read in small pieces
     records, size = scan_tar(path)
     with open(path, "rb", buffering=0) as file:
@@ -55,7 +50,7 @@ def index_shard(path: Path) -> tuple[ShardEntry, np.ndarray]:
                 records[number] = _with_header(record, encoded)
             except BadSample as error:
                 raise UserError(f"{path}: sample {sample_key(path, record)} {error}") from None
-    return ShardEntry(path.name, len(records), size, digest, dict(class_counts(records))), records
+    return ShardEntry(path.name, len(records), size, digest, class_counts(records)), records
 
 
 def _with_header(record: Record, encoded: bytes) -> Record:
@@ -74,64 +69,28 @@ def _with_header(record: Record, encoded: bytes) -> Record:
 
 
 def index_set(shard_set: ShardSet, classes: list[str], workers: int) -> None:
-    """Index all shards of a set."""
-    paths = [shard_set.directory / file for file in shard_set.files or []]
+    files, title = shard_set.files or [], shard_set.title
+    paths = [shard_set.directory / file for file in files]
     progress = Progress(len(paths), unit="shard", title=shard_set.name, log_seconds=LOG_SECONDS)
-    try:
-        shards = in_threads(index_shard, paths, workers, progress)
-    finally:
-        progress.close()
+    shards = list(in_threads(index_shard, paths, workers, progress))
     records = np.concatenate([own for _, own in shards])
     if not len(records):
-        raise UserError(f"{shard_set.title}: the shards hold no samples")
-    _require_named(records, classes)
-    converter = {"name": "data_prep.index", "version": __version__}
-    try:
-        index = write_index(
-            shard_set.directory,
-            shard_set.name,
-            [entry for entry, _ in shards],
-            records,
-            classes,
-            converter=converter,
-        )
-    except OSError as error:
-        raise UserError(
-            f"{shard_set.title}: its index cannot be written: {error.strerror}"
-        ) from None
-    path, _ = index_paths(shard_set.directory, shard_set.name)
-    print(f"{path}: {len(paths)} shards, {index.samples:,} samples")
-    for left_out in _left_out(shard_set):
-        print(f"note: {left_out}: was not named, and is not in {path.name}")
-
-
-def _require_named(records: np.ndarray, classes: list[str]) -> None:
+        raise UserError(f"{title}: the shards hold no samples")
     highest = int(records["label"].max())
     if classes and highest >= len(classes):
         raise UserError(f"--classes-file: names {len(classes)} classes; there is a label {highest}")
+    converter, entries = {"name": "data_prep.index", "version": __version__}, [e for e, _ in shards]
+    directory, name = shard_set.directory, shard_set.name
+    with writing(f"{title}: its index"):
+        write_index(directory, name, entries, records, classes, converter=converter)
+    path = directory / f"{name}.index.json"
+    print(f"{path}: {len(paths)} shards, {len(records):,} samples")
+    for other in other_shards(shard_set, files):
+        print(f"note: {other}: was not named, and is not in {path.name}")
 
 
-def _left_out(shard_set: ShardSet) -> list[Path]:
-    named = shard_set.files or []
-    return [
-        path
-        for path in sorted(shard_set.directory.glob("*.tar"))
-        if set_name(path.name) == shard_set.name and path.name not in named
-    ]
-
-
-def read_classes(path: Path | None) -> list[str]:
-    """The class names of a file, one a line."""
-    if path is None:
-        return []
-    try:
-        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"--classes-file {path}: cannot be read: {error}") from None
-
-
-def _sets_to_index(patterns: list[str], force: bool) -> list[ShardSet]:
-    """All mistakes are told before the first shard is read."""
+def sets_to_index(patterns: list[str], force: bool) -> list[ShardSet]:
+    """Mistakes are found before the first shard is read."""
     shards = [shard for pattern in patterns for shard in resolve_shards(pattern, "SHARDS")]
     for shard in shards:
         if shard.endswith(".beton"):
@@ -139,21 +98,21 @@ def _sets_to_index(patterns: list[str], force: bool) -> list[ShardSet]:
     sets = list(group_shards(list(dict.fromkeys(shards))))
     for shard_set in sets:
         if shard_set.index is not None and not force:
-            raise UserError(f"{shard_set.index}: is there already; --force writes it anew")
+            raise UserError(f"{shard_set.index}: is there already; --force replaces it")
     return sets
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    assert __doc__ is not None
-    parser = ArgumentParser(prog="data_prep.index", description=__doc__.split("\n")[0])
+    parser = command_parser("index", __doc__)
     parser.add_argument("shards", nargs="+", metavar="SHARDS", help="paths, wildcards or braces")
     parser.add_argument("--classes-file", type=Path, metavar="FILE", help="class names, one a line")
-    parser.add_argument("--force", action="store_true", help="write an index that is there anew")
-    add_workers_option(parser)
+    parser.add_argument("--force", action="store_true", help="replace an index that is there")
+    add_workers_option(parser, "shards that are read at a time")
     arguments = parser.parse_args(argv)
-    sets = _sets_to_index(arguments.shards, arguments.force)
-    classes = read_classes(arguments.classes_file)
+    sets = sets_to_index(arguments.shards, arguments.force)
+    file = arguments.classes_file
+    classes = [line.strip() for line in text_lines(file)] if file else []
     for shard_set in sets:
         index_set(shard_set, classes, arguments.workers)
 

@@ -7,17 +7,12 @@ the place of the WordNet id among all of them, sorted. The set "test" is val: th
 images have no labels.
 """
 
-import argparse
 from pathlib import Path
 
-from data_prep.sources.listing import FolderImages, ImageFile, folder_files, subfolders, text_lines
-from data_prep.writing.convert import (
-    SetSource,
-    add_conversion_options,
-    conversion_options,
-    run_conversions,
-)
-from lipnext_scale.errors import ArgumentParser, UserError, command
+from data_prep.common import text_lines
+from data_prep.convert import SetSource, conversion_options, conversion_parser, run_conversions
+from data_prep.sources import FolderImages, ImageFile, folder_files, subfolders
+from lipnext_scale.utils.errors import UserError, command
 
 ANNOTATIONS = "val/val_annotations.txt"
 
@@ -27,8 +22,7 @@ def class_ids(root: Path) -> list[str]:
     ids = sorted(line.strip() for line in text_lines(root / "wnids.txt"))
     if not ids or len(set(ids)) < len(ids):
         raise UserError(f"{root / 'wnids.txt'}: must name every class once")
-    there = subfolders(root / "train")
-    for name in sorted(set(there) ^ set(ids)):
+    for name in sorted(set(subfolders(root / "train")) ^ set(ids)):
         where = "has no folder in train" if name in ids else "is in train, not in wnids.txt"
         raise UserError(f"--source {root}: class {name} {where}")
     return ids
@@ -60,31 +54,23 @@ def val_files(root: Path, ids: list[str]) -> list[ImageFile]:
     return [file._replace(label=annotated[Path(file.name).name]) for file in files]
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = ArgumentParser(
-        prog="data_prep.tiny_imagenet",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--source", type=Path, required=True, help="tiny-imagenet-200, unpacked")
-    add_conversion_options(parser)
-    return parser.parse_args(argv)
-
-
 @command
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
-    options = conversion_options(arguments, "data_prep.tiny_imagenet")
+    parser = conversion_parser("tiny_imagenet", __doc__)
+    parser.add_argument("--source", type=Path, required=True, help="tiny-imagenet-200, unpacked")
+    arguments = parser.parse_args(argv)
     root: Path = arguments.source
     ids = class_ids(root)
+    parts = (("train", "train", train_files), ("test", "val", val_files))
     sets = [
-        SetSource(name, FolderImages(root, ids, files), {"data": "Tiny ImageNet", "split": split})
-        for name, split, files in (
-            ("train", "train", train_files(root, ids)),
-            ("test", "val", val_files(root, ids)),
+        SetSource(
+            name,
+            FolderImages(root, ids, list_files(root, ids)),
+            {"data": "Tiny ImageNet", "split": split},
         )
+        for name, split, list_files in parts
     ]
-    run_conversions(sets, options)
+    run_conversions(sets, conversion_options(arguments, "data_prep.tiny_imagenet"))
 
 
 if __name__ == "__main__":

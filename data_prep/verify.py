@@ -1,133 +1,235 @@
-"""Compare shards with their index and tell every fault.
+"""Compare shards with their index and name every fault.
 
     python -m data_prep.verify DIRECTORY | INDEX | SHARDS … [--decode] [--workers N]
 
 Each shard must be there with its size and sha256; the index's records must be those of the tar's
 own headers and labels, and its class counts those of the records. With --decode every image is
-decoded as in training. Shards without an index are looked at for what they are. The end is one
-line; the exit code is 0 if all is sound, 1 if anything is damaged.
+decoded as in training. Shards without an index are checked on their own. The exit code is 0 if all
+is sound, 1 if anything is damaged.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
-from data_prep.checking.shard_sets import (
+import numpy as np
+
+from data_prep.common import (
     LOG_SECONDS,
-    ShardReport,
     ShardSet,
-    ShardTask,
     add_workers_option,
-    check_shard,
+    class_counts,
+    command_parser,
     find_sets,
     in_threads,
+    other_shards,
+    reading,
 )
-from lipnext_scale.data.index import SetIndex, index_paths, map_records, read_index, set_name
-from lipnext_scale.errors import ArgumentParser, RunFailed, UserError, command
-from lipnext_scale.files import file_sha256
-from lipnext_scale.progress import Progress
+from lipnext_scale.data.decode import BadSample, channels_of, decode
+from lipnext_scale.data.index import (
+    Record,
+    SetIndex,
+    ShardEntry,
+    index_paths,
+    map_records,
+    read_index,
+    sample_key,
+    scan_tar,
+)
+from lipnext_scale.utils.errors import RunFailed, UserError, command
+from lipnext_scale.utils.files import file_sha256
+from lipnext_scale.utils.progress import Progress
+
+MOST_NAMED = 20  # faults of single samples of a shard; the rest is counted
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """A shard to check. entry, records: what its index says; None without an index, or where its
+    records are damaged."""
+
+    path: Path
+    decode: bool
+    entry: ShardEntry | None = None
+    records: np.ndarray | None = None
 
 
 @dataclass
-class SetPlan:
-    """What is known of a set before its shards are opened, and which of them are to be."""
-
-    tasks: list[ShardTask] = field(default_factory=list)
+class ShardReport:
+    path: Path
+    samples: int = 0
+    bytes: int = 0
     faults: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
 
 
-def plan_set(shard_set: ShardSet, decode: bool) -> SetPlan:
-    """The index itself is looked at here, the shards are left to the tasks."""
+def plan_set(shard_set: ShardSet, decode: bool) -> tuple[list[ShardTask], list[str], list[str]]:
+    """(tasks, faults, warnings): checks the index itself, and leaves the shards to the tasks."""
+    directory, title, files = shard_set.directory, shard_set.title, shard_set.files
     if shard_set.index is None:
         if shard_set.name.endswith(".beton"):
-            how = f"python -m data_prep.ffcv --index {shard_set.title} writes it"
-            raise UserError(f"{shard_set.title}: has no index to be compared with; {how}")
-        plan = SetPlan([ShardTask(shard_set.directory / f, decode) for f in shard_set.files or []])
-        plan.warnings.append(f"{shard_set.title}: has no index; nothing to compare the shards with")
-        return plan
+            how = f"python -m data_prep.ffcv --index {title} writes it"
+            raise UserError(f"{title}: has no index to be compared with; {how}")
+        warning = f"{title}: has no index; nothing to compare the shards with"
+        return [ShardTask(directory / file, decode) for file in files or []], [], [warning]
+    tasks: list[ShardTask] = []
+    faults: list[str] = []
+    records = None
     try:
         index = read_index(shard_set.index)
     except UserError as error:
-        return SetPlan(faults=[str(error)])
-    plan = SetPlan()
-    _, records = index_paths(shard_set.directory, shard_set.name)
-    plan.faults += _record_faults(shard_set, index)
-    usable = not plan.faults
+        return [], [str(error)], []
+    try:
+        records = _records(index_paths(directory, shard_set.name)[1], index)
+    except UserError as error:
+        faults.append(str(error))
     first = 0
     for entry in index.shards:
-        if shard_set.files is None or entry.file in shard_set.files:
-            path = shard_set.directory / entry.file
-            own = records if usable else None
-            plan.tasks.append(ShardTask(path, decode, entry, own, index.samples, first))
+        if files is None or entry.file in files:
+            own = None if records is None else records[first : first + entry.samples]
+            tasks.append(ShardTask(directory / entry.file, decode, entry, own))
         first += entry.samples
-    unknown = [f"{path}: is not in {shard_set.index}" for path in _unknown_shards(shard_set, index)]
-    if shard_set.files is None:
-        plan.warnings += [f"{told}, and is not looked at" for told in unknown]
-    else:
-        plan.faults += unknown
-    return plan
+    known = [entry.file for entry in index.shards]
+    if files is None:  # of an older conversion, say
+        others = other_shards(shard_set, known)
+        return tasks, faults, [f"{path}: is not in {title}, and is not checked" for path in others]
+    faults += [f"{directory / file}: is not in {title}" for file in files if file not in known]
+    return tasks, faults, []
 
 
-def _record_faults(shard_set: ShardSet, index: SetIndex) -> Iterator[str]:
-    """The sha256 first: of damaged bytes numpy could say only what it makes of them."""
-    _, path = index_paths(shard_set.directory, shard_set.name)
-    try:
+def _records(path: Path, index: SetIndex) -> np.ndarray:
+    """The sha256 first: numpy can say little about damaged bytes."""
+    with reading(path):
         if file_sha256(path) != index.records:
-            yield f"{path}: its sha256 is not that of {shard_set.index}: bytes in it have changed"
-        else:
-            map_records(path, index.samples)
+            raise UserError(f"{path}: its sha256 is not that of the index: bytes have changed")
+    return map_records(path, index.samples)
+
+
+def check_shard(task: ShardTask) -> ShardReport:
+    """All faults of a shard; none stops the search for the others."""
+    report = ShardReport(task.path)
+    try:
+        for fault in _faults(task, report):
+            report.faults.append(fault)
     except OSError as error:
-        yield f"{path}: cannot be read: {error.strerror}"
-    except UserError as error:
-        yield str(error)
+        report.faults.append(f"cannot be read: {error.strerror or error}")
+    return report
 
 
-def _unknown_shards(shard_set: ShardSet, index: SetIndex) -> list[Path]:
-    """Shards that the index does not know, of an older conversion say: those that were asked for,
-    or all in the directory that have the set's name."""
-    known = {entry.file for entry in index.shards}
-    files = shard_set.files
-    if files is None:
-        found = sorted(path.name for path in shard_set.directory.glob("*.tar"))
-        files = [file for file in found if set_name(file) == shard_set.name]
-    return [shard_set.directory / file for file in files if file not in known]
+def _faults(task: ShardTask, report: ShardReport) -> Iterator[str]:
+    path, entry, records = task.path, task.entry, task.records
+    if not path.exists():
+        yield "is missing"
+        return
+    report.bytes = path.stat().st_size
+    found = None
+    if entry is not None:
+        report.samples = entry.samples
+        yield from _content_faults(path, entry, report.bytes)
+        if records is not None:
+            yield from _count_faults(entry, records)
+    if path.suffix != ".beton":  # which has no headers to compare with
+        try:
+            found = scan_tar(path)[0]
+        except UserError as error:
+            yield str(error).removeprefix(f"{path}: ")
+    if records is not None and found is not None:
+        yield from _limited(_differences(path, records, found))
+    best = records if records is not None else found
+    if best is not None:
+        report.samples = len(best)
+        inside = best["offset"] + best["size"].astype(np.uint64) <= report.bytes
+        if not inside.all():
+            key = sample_key(path, Record(*best[np.argmin(inside)].item()))
+            yield f"{int((~inside).sum())} samples lie beyond its end, the first is {key}"
+        if task.decode:
+            yield from _limited(_undecodable(path, best[inside]))
+
+
+def _content_faults(path: Path, entry: ShardEntry, size: int) -> Iterator[str]:
+    """The file against its index: a wrong length says more than the wrong sha256 it brings."""
+    if size != entry.bytes:
+        how = "it is cut off" if size < entry.bytes else "it has grown"
+        yield f"has {size} bytes, the index says {entry.bytes}: {how}"
+    elif file_sha256(path) != entry.sha256:
+        yield "its sha256 is not that of the index: bytes have changed"
+
+
+def _count_faults(entry: ShardEntry, records: np.ndarray) -> Iterator[str]:
+    counts = class_counts(records)
+    for label in sorted(counts.keys() | entry.class_counts.keys()):
+        says, has = entry.class_counts.get(label, 0), counts.get(label, 0)
+        if entry.class_counts and says != has:
+            yield f"has {has} samples of class {label}, the index says {says}"
+
+
+def _differences(path: Path, records: np.ndarray, found: np.ndarray) -> Iterator[str]:
+    """The index's records against the tar's own headers and labels."""
+    if len(records) != len(found):
+        yield f"holds {len(found)} samples, the index says {len(records)}"
+        return
+    fields = ["offset", "size", "label"]  # the headers have no others
+    for number in np.flatnonzero(records[fields] != found[fields]):
+        says, has = (Record(*table[number].item()) for table in (records, found))
+        parts = [
+            f"the {part} {getattr(has, part)}, not {getattr(says, part)}"
+            for part in fields
+            if getattr(says, part) != getattr(has, part)
+        ]
+        yield f"sample {sample_key(path, has)} has {', '.join(parts)} as the index says"
+
+
+def _undecodable(path: Path, records: np.ndarray) -> Iterator[str]:
+    """The samples that training would refuse."""
+    with open(path, "rb", buffering=0) as file:
+        for values in records:
+            record = Record(*values.item())
+            encoded = os.pread(file.fileno(), record.size, record.offset)
+            shape = (record.height, record.width, record.channels)
+            try:
+                channels = record.channels or channels_of(encoded, record.kind)
+                height, width, _ = decode(encoded, record.kind, channels, shape).shape
+                if record.height and (height, width) != shape[:2]:
+                    raise BadSample(
+                        f"is {height}×{width}, the index says {record.height}×{record.width}"
+                    )
+            except BadSample as error:
+                yield f"sample {sample_key(path, record)} {error}"
+
+
+def _limited(faults: Iterator[str]) -> Iterator[str]:
+    yield from islice(faults, MOST_NAMED)
+    if more := sum(1 for _ in faults):
+        yield f"{more} more of its samples have such faults"
 
 
 def verify(sets: list[ShardSet], decode: bool, workers: int) -> tuple[int, str]:
-    """(how many faults there are, a summary), telling each fault as it is found."""
+    """(the number of faults, a summary); prints each fault as it is found."""
     plans = [plan_set(shard_set, decode) for shard_set in sets]
-    tasks = [task for plan in plans for task in plan.tasks]
+    tasks = [task for own, _, _ in plans for task in own]
     progress = Progress(len(tasks), unit="shard", title="verifying", log_seconds=LOG_SECONDS)
 
-    def tell(report: ShardReport) -> None:
+    for _, faults, warnings in plans:
+        for line in [f"warning: {w}" for w in warnings] + [f"fault: {f}" for f in faults]:
+            progress.say(line)
+    found, samples, size = sum(len(faults) for _, faults, _ in plans), 0, 0
+    for report in in_threads(check_shard, tasks, workers, progress):
+        samples, size = samples + report.samples, size + report.bytes
+        found += len(report.faults)
         for fault in report.faults:
             progress.say(f"fault: {report.path}: {fault}")
-
-    for plan in plans:
-        for warning in plan.warnings:
-            progress.say(f"warning: {warning}")
-        for fault in plan.faults:
-            progress.say(f"fault: {fault}")
-    try:
-        reports = in_threads(check_shard, tasks, workers, progress, tell)
-    finally:
-        progress.close()
-    faults = sum(len(p.faults) for p in plans) + sum(len(r.faults) for r in reports)
-    samples, size = sum(r.samples for r in reports), sum(r.bytes for r in reports)
-    return faults, f"{len(tasks)} shards, {samples:,} samples, {size:,} bytes"
+    return found, f"{len(tasks)} shards, {samples:,} samples, {size:,} bytes"
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    assert __doc__ is not None
-    parser = ArgumentParser(prog="data_prep.verify", description=__doc__.split("\n")[0])
+    parser = command_parser("verify", __doc__)
     parser.add_argument("sets", nargs="+", metavar="SET", help="an index, a directory or shards")
     parser.add_argument("--decode", action="store_true", help="decode every image too")
-    add_workers_option(parser)
+    add_workers_option(parser, "shards that are checked at a time")
     arguments = parser.parse_args(argv)
-    sets = find_sets(arguments.sets)
-    faults, summary = verify(sets, arguments.decode, arguments.workers)
+    faults, summary = verify(find_sets(arguments.sets), arguments.decode, arguments.workers)
     if faults:
         raise RunFailed(f"{faults} fault{'s' if faults > 1 else ''} in {summary}")
     print(f"sound: {summary}{', every image decoded' if arguments.decode else ''}")

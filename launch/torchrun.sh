@@ -25,7 +25,7 @@ shift
 # The rest happens in the repository, as with Slurm.
 [[ ! -e $LIPNEXT_CONFIG ]] || LIPNEXT_CONFIG=$(realpath "$LIPNEXT_CONFIG")
 
-# Those that CUDA will see. nvidia-smi lists all of the machine; why it cannot, it tells in the same place.
+# Those that CUDA will see. nvidia-smi lists all of the machine; its errors go to the same place.
 count_gpus() {
   local gpus=0 listed visible
   if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
@@ -48,11 +48,11 @@ if ((LIPNEXT_NODES > 1)); then
   [[ -n ${LIPNEXT_HEAD_ADDRESS:-} ]] || fail "LIPNEXT_NODES = $LIPNEXT_NODES: needs LIPNEXT_HEAD_ADDRESS, that of node 0"
   # All nodes need the same id, and 'none' is no job's: a run's lock believes no other host by it.
   : "${LIPNEXT_HEAD_PORT:=29400}" "${LIPNEXT_RUN_ID:=none}"
-  # The way to the head tells our own address on that network.
+  # The route to the head shows our own address on that network.
   : "${LIPNEXT_ADDRESS:=$(ip route get "$LIPNEXT_HEAD_ADDRESS" 2>/dev/null | sed -n 's/.* src \([^ ]*\).*/\1/p')}"
   : "${LIPNEXT_ADDRESS:=$(hostname -f)}"
 else
-  # Port 0 is a free one. The id must be this job's alone, for a run's lock tells by it whose it is:
+  # Port 0 is a free one. The id must be this job's alone, for a run's lock knows its owner by it:
   # in containers process ids are the same everywhere.
   : "${LIPNEXT_HEAD_ADDRESS:=127.0.0.1}" "${LIPNEXT_HEAD_PORT:=0}"
   : "${LIPNEXT_RUN_ID:=$(uname -n)-$$-$RANDOM$RANDOM}"

@@ -3,14 +3,14 @@
     python -m lipnext_scale.export --run runs/digits --out digits.safetensors
     python -m lipnext_scale.export --run runs/digits --out exports/digits
 
-`lipnext_scale.weights` says what is in the file.
+`lipnext_scale.checkpoint.exports` describes the file.
 """
 
 from pathlib import Path
 
-from lipnext_scale.errors import ArgumentParser, UserError, command
-from lipnext_scale.run_directory import RunDirectory
-from lipnext_scale.weights import SUFFIX, load_run_model, save_export
+from lipnext_scale.checkpoint.exports import SUFFIX, save_export
+from lipnext_scale.config.run_directory import RunDirectory
+from lipnext_scale.utils.errors import ArgumentParser, UserError, command
 
 
 @command
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--out {arguments.out}: must name a file or a directory to write")
     if not is_file and arguments.out.is_file():
         raise UserError(f"--out {arguments.out}: is a file; a file to write ends in {SUFFIX}")
-    model = load_run_model(RunDirectory(arguments.run))
+    model = RunDirectory(arguments.run).load_model()
     try:
         save_export(model, arguments.out)
     except OSError as error:

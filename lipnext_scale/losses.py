@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipnext_scale.config import ConfigError
+from lipnext_scale.utils.config import ConfigError
 
 LossName = Literal["emma", "margin", "trades", "logit_annealing", "cross_entropy"]
 

@@ -8,18 +8,17 @@ rank of a replica: what is printed are the shapes that FSDP made, and no weight 
 
 from itertools import groupby
 
-import torch.distributed as dist
 from torch import nn
 
-from lipnext_scale.config import ConfigError
-from lipnext_scale.errors import ArgumentParser, UserError, command
+from lipnext_scale.config.recipe import Recipe, load_recipe
+from lipnext_scale.distributed import Engine, FSDPEngine, build_engine
+from lipnext_scale.distributed.estimate import RankEstimate, estimate
+from lipnext_scale.distributed.fsdp import SHARD
+from lipnext_scale.distributed.processes import fake_group
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.optim import local_part
-from lipnext_scale.parallel import Engine, FSDPEngine, build_engine
-from lipnext_scale.parallel.estimate import RankEstimate, estimate
-from lipnext_scale.parallel.fsdp import SHARD
-from lipnext_scale.parallel.processes import fake_group
-from lipnext_scale.recipe import Recipe, load_recipe
+from lipnext_scale.utils.config import ConfigError
+from lipnext_scale.utils.errors import ArgumentParser, UserError, command
 
 MEMORY = ("parameters", "gradients", "optimizer", "kept", "gathered", "buffers")
 TRAFFIC = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sent")
@@ -40,21 +39,21 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{option} {getattr(arguments, name)}: must be at least 1")
     recipe = load_recipe(arguments.config, arguments.overrides)
     if recipe.parallel.engine == "deepspeed":
-        raise ConfigError(
-            "parallel.engine", "deepspeed", "is not planned; plan 'fsdp', which ZeRO-3 is akin to"
-        )
+        right = "is not planned; plan 'fsdp', which is like ZeRO-3"
+        raise ConfigError("parallel.engine", "deepspeed", right)
     ranks = arguments.ranks
-    per_node = min(ranks, arguments.ranks_per_node)
     recipe.require_batch_for(ranks)
-    if dist.is_initialized():
-        raise UserError("a plan is made in a process of its own, not in one of a group")
-    described, estimates = plan(recipe, ranks, per_node)
-    told = [described, memory_table(estimates), traffic_table(estimates), balance(estimates)]
-    print("\n\n".join(told))
+    described, estimates = plan(recipe, ranks, min(ranks, arguments.ranks_per_node))
+    note = "kept: parameters, gradients and optimizer. Activations come on top"
+    memory = _table(estimates, ("matrices", *MEMORY), "on each rank", note)
+    traffic = "nothing is sent"
+    if any(values.sent for values in estimates):
+        traffic = _table(estimates, TRAFFIC, "sent by each rank in a step", "")
+    print("\n\n".join([described, memory, traffic, balance(estimates)]))
 
 
 def plan(recipe: Recipe, ranks: int, per_node: int) -> tuple[str, list[RankEstimate]]:
-    """What the model is like on the first rank, and what every rank holds and sends."""
+    """What the model is like on rank 0, and what every rank holds and sends."""
     described, estimates, distinct = "", [], 1
     for rank in range(ranks):
         if rank < distinct:
@@ -107,17 +106,6 @@ def _shapes(module: nn.Module) -> list[str]:
     return lines
 
 
-def memory_table(estimates: list[RankEstimate]) -> str:
-    note = "kept: parameters, gradients and optimizer. Activations come on top"
-    return _table(estimates, ("matrices", *MEMORY), "on each rank", note)
-
-
-def traffic_table(estimates: list[RankEstimate]) -> str:
-    if not any(values.sent for values in estimates):
-        return "nothing is sent"
-    return _table(estimates, TRAFFIC, "sent by each rank in a step", "")
-
-
 def _table(estimates: list[RankEstimate], names: tuple[str, ...], title: str, note: str) -> str:
     """A line for all ranks that look alike; columns that are zero everywhere are left out."""
     names = tuple(name for name in names if any(getattr(e, name) for e in estimates))
@@ -125,21 +113,18 @@ def _table(estimates: list[RankEstimate], names: tuple[str, ...], title: str, no
     unit, scale = _unit(max(sizes))
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, values in enumerate(estimates):
-        cells = tuple(_cell(name, getattr(values, name), scale) for name in names)
-        alike.setdefault(cells, []).append(rank)
+        sizes = [f"{getattr(values, name) / scale:.3f}" for name in names if name != "matrices"]
+        share = [f"{values.matrices:.2f}"] if "matrices" in names else []
+        alike.setdefault((*share, *sizes), []).append(rank)
     ranks = [_ranges(same) for same in alike.values()]
     first = max(len(text) for text in ["ranks", *ranks])
     titles = [name.replace("_", "-") for name in names]
     lines = [f"{title}, {unit}" + (f" ({note})" if note else "")]
-    for head, row in [("ranks", titles), *zip(ranks, map(list, alike), strict=True)]:
+    for head, row in [("ranks", tuple(titles)), *zip(ranks, alike, strict=True)]:
         widths = [max(10, len(title) + 2) for title in titles]
-        told = "".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append(f"  {head:<{first}}{told}")
+        cells = "".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append(f"  {head:<{first}}{cells}")
     return "\n".join(lines)
-
-
-def _cell(name: str, value: float, scale: float) -> str:
-    return f"{value:.2f}" if name == "matrices" else f"{value / scale:.3f}"
 
 
 def _unit(largest: float) -> tuple[str, float]:
@@ -152,10 +137,10 @@ def _ranges(ranks: list[int]) -> str:
     runs = [
         [rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda x: x[1] - x[0])
     ]
-    told = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    if len(told) <= 3:
-        return ", ".join(told)
-    return f"{', '.join(told[:3])}, … ({len(ranks)})"
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    if len(texts) <= 3:
+        return ", ".join(texts)
+    return f"{', '.join(texts[:3])}, … ({len(ranks)})"
 
 
 def balance(estimates: list[RankEstimate]) -> str:

@@ -8,8 +8,8 @@
         --deepspeed_config launch/deepspeed/zero2.json --config configs/imagenet_1b.yaml
     sbatch launch/imagenet_1b.slurm [section.key=value ...]          (docs/cluster.md)
 
-What accelerate's configuration or a DeepSpeed file says is taken over, and must agree with the rest
-(docs/engines.md). A run directory that holds a checkpoint is continued from it, exactly.
+Settings of accelerate's configuration or a DeepSpeed file are taken over, and must agree with the
+rest (docs/engines.md). A run directory that holds a checkpoint is continued from it, exactly.
 """
 
 import argparse
@@ -17,14 +17,14 @@ import os
 from contextlib import suppress
 from signal import SIGUSR1
 
-from lipnext_scale import config as configuration
-from lipnext_scale.cpu import keep_freed_memory
-from lipnext_scale.errors import ArgumentParser, Stopped, UserError, command
-from lipnext_scale.launch_environment import launcher_settings
-from lipnext_scale.preflight import check_run
-from lipnext_scale.recipe import load_recipe
-from lipnext_scale.stopping import stop_requests
-from lipnext_scale.trainer import Trainer
+from lipnext_scale.config.launchers import launcher_settings
+from lipnext_scale.config.recipe import load_recipe
+from lipnext_scale.training.preflight import check_run
+from lipnext_scale.training.signals import stop_requests
+from lipnext_scale.training.trainer import Trainer
+from lipnext_scale.utils import config as configuration
+from lipnext_scale.utils.cpu import keep_freed_memory
+from lipnext_scale.utils.errors import ArgumentParser, Stopped, UserError, command
 
 
 @command
@@ -41,15 +41,13 @@ def main(argv: list[str] | None = None) -> None:
         print(f"run.dir: {os.path.abspath(recipe.run.dir)}")
         return
     keep_freed_memory()
-    # Slurm's warning may come while the shards are looked through: the first step then heeds it.
+    # Slurm's warning may come while the shards are checked: the run then stops after one step.
     with stop_requests(signals=(SIGUSR1,)) as request:
         trainer = Trainer(recipe, request)
         try:
             trainer.run()
         except Stopped:  # on all ranks at the same step
-            with suppress(
-                RuntimeError
-            ):  # all is saved: what fails now must not look like a failure
+            with suppress(RuntimeError):  # all is saved: this is no failure of the run
                 trainer.close()
             raise
         trainer.close()  # but not where one rank failed: it must not wait for the others
@@ -62,16 +60,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--print-config", action="store_true", help="print the resolved configuration and stop"
     )
     parser.add_argument(
-        "--check", action="store_true", help="look at settings, devices and data, and stop"
+        "--check", action="store_true", help="check settings, devices and data, and stop"
     )
     for option, meaning in (("--ranks", "in all"), ("--ranks-per-node", "of a node")):
         parser.add_argument(option, type=int, metavar="N", help=f"--check: processes {meaning}")
     parser.add_argument(
         "--deepspeed_config", metavar="FILE", help="JSON file, such as launch/deepspeed/zero2.json"
     )
-    # Customary beside the file, which says it all.
+    # Customary beside the file, and needless.
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
-    # The deepspeed launcher adds this one by itself; the environment tells the same.
+    # The deepspeed launcher adds this one; the environment has the same.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="set over the file"

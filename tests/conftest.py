@@ -8,13 +8,13 @@ import pytest
 import torch
 from filelock import FileLock
 
-from lipnext_scale.recipe import load_recipe
-from lipnext_scale.trainer import Trainer
+from lipnext_scale.config.recipe import load_recipe
+from lipnext_scale.training.trainer import Trainer
 
 # Tests are of CPUs, also on a machine with GPUs: what differs between the two is not tested here.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 ROOT = Path(__file__).parent.parent
-LONGEST = ["launch", "faults", "parallel", "doctor"]  # directories of tests
+LONGEST = ["launch", "faults", "distributed", "doctor"]  # directories of tests
 
 
 def pytest_configure(config: pytest.Config) -> None:

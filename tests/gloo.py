@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The server imports torch once; every process is a fork of it, ready in a tenth of a second.
+# The server imports torch once; every rank is a fork of it, ready in 40 ms. So ranks need not
+# outlive a call, and no test sees the process state that another one left.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
@@ -32,7 +33,7 @@ _CONTEXT.set_forkserver_preload(
         "deepspeed",  # where it is installed
         "torch._inductor.compile_fx",  # which every start of DeepSpeed would import, in 1.3 s
         "pytest",
-        "lipnext_scale.trainer",
+        "lipnext_scale.training.trainer",
     ]
 )
 
@@ -79,7 +80,7 @@ def _entry(
     try:
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world_size)
         _send(end, "result", function(rank, world_size, *arguments))
-        dist.barrier()  # nobody leaves while another still talks to it
+        dist.barrier()  # no rank leaves while another still talks to it
         dist.destroy_process_group()
     except BaseException:
         _send(end, "error", f"rank {rank} of {world_size}:\n{traceback.format_exc()}")
@@ -101,7 +102,7 @@ def _collect(ends: list[Connection], deadline: float, timeout: float) -> list[An
             try:
                 kind, value = pickle.loads(end.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                kind, value = "error", f"rank {rank} died without a word"
+                kind, value = "error", f"rank {rank} died"
             assert kind == "result", value
             results[rank] = value
     return [results[rank] for rank in range(len(ends))]

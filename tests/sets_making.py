@@ -8,8 +8,8 @@ from shard_making import encode, noise, tar_bytes
 
 from lipnext_scale.data import AugmentConfig, DataConfig, StreamLoader, open_catalog
 from lipnext_scale.data.index import ShardEntry, scan_tar, write_index
+from lipnext_scale.data.loader import BatchMaker
 from lipnext_scale.data.source import Source, SourceOptions
-from lipnext_scale.data.workers import BatchMaker
 
 
 def write_set(

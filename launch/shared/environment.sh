@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What every launcher sets before training. Whatever is set already stays: `NCCL_DEBUG=INFO sbatch …`.
-# Mistakes go to `fail`, which whoever reads this has.
+# Mistakes go to `fail`, which the script that sources this defines.
 
 # Variables that bash computes with: a word it would take for the name of another one.
 require_numbers() {

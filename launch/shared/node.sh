@@ -20,14 +20,14 @@ shift
 
 # By its exit code alone a mistake is not known: that of another node, which srun ends, may be higher.
 # When a node ends, srun may end before it has passed on what was said: it gets a second for that.
-tell_mistake() {
+report_mistake() {
   echo mistake
   [[ -z ${SLURM_JOB_ID:-} ]] || sleep 1
 }
 
 fail() {
   echo "error: $*" >&2
-  [[ $step != prepare ]] || tell_mistake
+  [[ $step != prepare ]] || report_mistake
   exit 2
 }
 
@@ -39,7 +39,7 @@ if [[ -n ${LIPNEXT_STAGE_DIR:-} ]]; then
   train+=("data.stage_dir=$LIPNEXT_STAGE_DIR")
 fi
 
-# One process tells a mistake once, which torchrun would start all over with as many.
+# One process reports a mistake once; torchrun would start all processes over and over with it.
 prepare() {
   local status=0
   (
@@ -48,7 +48,7 @@ prepare() {
     RANK=$node exec "$LIPNEXT_PYTHON" -m "${train[@]}" --check \
       --ranks $((LIPNEXT_NODES * LIPNEXT_PROCS_PER_NODE)) --ranks-per-node "$LIPNEXT_PROCS_PER_NODE"
   ) || status=$?
-  ((status != 2)) || tell_mistake
+  ((status != 2)) || report_mistake
   if [[ -n $warned && $status == 0 ]]; then
     echo warned
   fi
@@ -94,7 +94,7 @@ run_as_task() {
     wait "$torchrun" || true # a signal ends it early
   done
   wait "$torchrun" || status=$?
-  # Stopped, not failed: that is told by a file. Where another node has failed srun sends SIGTERM too,
+  # Stopped, not failed: a file says so. Where another node has failed srun sends SIGTERM too,
   # and the exit code of that node shall be the job's.
   if [[ -n $stopped && $status != 0 ]]; then
     mkdir -p "$LIPNEXT_RUN_DIR" && touch "$LIPNEXT_RUN_DIR/stopped" && status=0
@@ -104,12 +104,12 @@ run_as_task() {
 
 # Every rank hears it once, as soon as it listens: also one that torchrun has yet to start.
 warn_ranks() {
-  local torchrun=$1 children rank told=' '
+  local torchrun=$1 children rank warned_ranks=' '
   while kill -0 "$torchrun" 2>/dev/null; do
     read -ra children < <(cat "/proc/$torchrun/task"/*/children 2>/dev/null) || true # has no newline
     for rank in "${children[@]}"; do
-      if [[ $told != *" $rank "* ]] && catches_usr1 "$rank" && kill -USR1 "$rank" 2>/dev/null; then
-        told+="$rank "
+      if [[ $warned_ranks != *" $rank "* ]] && catches_usr1 "$rank" && kill -USR1 "$rank" 2>/dev/null; then
+        warned_ranks+="$rank "
       fi
     done
     sleep 1

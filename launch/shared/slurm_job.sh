@@ -140,19 +140,19 @@ run_job() {
   choose_overrides "$@"
   [[ -z ${LIPNEXT_SITE:-} ]] || require_site
   # Signals to the whole job reach this shell too; it has to live until the run has saved.
-  local cancelled='' told run_dir status=0
+  local cancelled='' output run_dir status=0
   trap : USR1
   trap 'cancelled=yes' TERM # scancel, or a preemption at once, after which Slurm requeues by itself
   choose_container
-  told=$("${on_nodes[@]}" bash launch/shared/node.sh prepare "${overrides[@]}") || status=$?
+  output=$("${on_nodes[@]}" bash launch/shared/node.sh prepare "${overrides[@]}") || status=$?
   # srun ends the other nodes, and so may tell of a signal: the mistake counts.
-  ! grep -qx mistake <<<"$told" || exit 2
+  ! grep -qx mistake <<<"$output" || exit 2
   if ((status != 0)); then
     requeue_preempted
     exit "$status"
   fi
-  ! grep -qx warned <<<"$told" || requeue "USR1 before the first step"
-  run_dir=$(sed -n 's/^run\.dir: //p' <<<"$told" | head -n 1)
+  ! grep -qx warned <<<"$output" || requeue "USR1 before the first step"
+  run_dir=$(sed -n 's/^run\.dir: //p' <<<"$output" | head -n 1)
   export LIPNEXT_RUN_DIR=$run_dir
   # What is older than this the run has not left now. Nothing is removed: other hosts may have seen it.
   [[ ! -d $run_dir ]] || touch "$run_dir/.job-started"

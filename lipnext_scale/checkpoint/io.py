@@ -1,4 +1,7 @@
-"""DCP's files: hashed while they are written, and read without running what they might contain."""
+"""Reading and writing checkpoints by torch.distributed.checkpoint (DCP).
+
+Files are hashed while they are written, and read without running what they might contain.
+"""
 
 import errno
 import hashlib
@@ -8,11 +11,10 @@ import os
 import pickle
 import re
 import shutil
-import sys
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +26,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from lipnext_scale.agreement import Group, everywhere, first_alone, rank_in, reason_of
 from lipnext_scale.checkpoint.directory import (
     SUMS,
     checkpoint_name,
@@ -46,42 +42,185 @@ from lipnext_scale.checkpoint.directory import (
 )
 from lipnext_scale.checkpoint.shards import (
     Layout,
-    PieceLoadPlanner,
-    PieceSavePlanner,
+    ShardLoadPlanner,
+    ShardSavePlanner,
     StateShards,
+    assign_writers,
     layout_of,
-    share_out,
 )
-from lipnext_scale.errors import UserError
-from lipnext_scale.files import PARTIAL, free_space
-from lipnext_scale.heartbeat import beat
+from lipnext_scale.utils.collectives import Group, everywhere, on_rank0, rank_in, reason_of
+from lipnext_scale.utils.errors import UserError
+from lipnext_scale.utils.files import PARTIAL, free_space
+from lipnext_scale.utils.progress import beat
 
-METADATA = ".metadata"
+METADATA, FACTS, FORMAT = ".metadata", "facts.json", 2
 _DATA_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+# What DCP and torch.load raise for files that are not what they should be.
+_UNREADABLE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    pickle.UnpicklingError,
+)
 
 
 def run_dcp(
     operation: Callable[..., Any],
-    pieces: StateShards,
+    shards: StateShards,
     group: Group,
     expected: tuple[type[Exception], ...],
-    complaint: str,
+    message: str,
     **parts: Any,
 ) -> None:
-    """dcp.save or dcp.load: a failure anywhere becomes the same UserError on all processes.
+    """dcp.save or dcp.load: an expected failure anywhere is the same UserError on all ranks.
 
-    One that is not expected is a bug: the error then has the tracebacks of all.
+    One that is not expected is a bug: the error then has the tracebacks of all ranks.
     """
-    # DCP warns of what is meant: no group, so one process.
+    # DCP warns that there is one process where there is no group: that is intended.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
-        operation(pieces, process_group=group, no_dist=group is None, **parts)
+        operation(shards, process_group=group, no_dist=group is None, **parts)
     except CheckpointException as failed:
         failures = [failure for _, (failure, _) in sorted(failed.failures.items())]
         for failure in failures:
             if isinstance(failure, expected):
-                raise UserError(f"{complaint}: {reason_of(failure)}") from failure
+                raise UserError(f"{message}: {reason_of(failure)}") from failure
         raise RuntimeError(str(failed)) from failures[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """What the run stored beside its tensors, with the "step" and the "format"."""
+    file = path / FACTS
+    try:
+        facts = json.loads(file.read_bytes())
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: is not readable JSON: {error}") from None
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise UserError(f"{file}: is not of a checkpoint of format {FORMAT}")
+    return facts
+
+
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The names of the tensors in a checkpoint, and their full shapes."""
+    return {name: tuple(stored.size) for name, stored in _tensors(read_metadata(path)).items()}
+
+
+def load_shards(path: Path, shards: StateShards, group: Group = None) -> None:
+    """Read into the shards' tensors, in place. Call `verify_checkpoint` before."""
+    found: list[Metadata] = []
+
+    def look() -> None:
+        found.append(read_metadata(path))
+        _require_fit(path, shards, _tensors(found[0]))
+
+    everywhere(group, look)
+    run_dcp(
+        dcp.load,
+        shards,
+        group,
+        expected=_UNREADABLE,
+        message=f"{path}: is not a readable checkpoint",
+        storage_reader=SafeReader(path, found[0]),
+        planner=ShardLoadPlanner(),
+    )
+
+
+def _require_fit(path: Path, shards: StateShards, tensors: dict[str, Any]) -> None:
+    for name, shard in shards.items():
+        if name not in tensors:
+            raise UserError(f"{path}: has no tensor {name}, of shape {shard.shape} in this run")
+        shape, dtype = tuple(tensors[name].size), tensors[name].properties.dtype
+        if shape != shard.shape:
+            raise UserError(f"{path}: its {name} has shape {shape}, in this run {shard.shape}")
+        if dtype != shard.tensor.dtype:
+            raise UserError(f"{path}: its {name} is {dtype}, in this run {shard.tensor.dtype}")
+
+
+class SafeReader(FileSystemReader):
+    """DCP's reader, given the metadata. It reads tensors as `weights_only`."""
+
+    def __init__(self, path: Path, known: Metadata) -> None:
+        super().__init__(path)
+        self.known = known
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.known
+
+
+def read_metadata(path: Path) -> Metadata:
+    """DCP's description of a checkpoint. It is a pickle, of which only data is accepted."""
+    file = path / METADATA
+    try:
+        with file.open("rb") as stream:
+            found = _MetadataUnpickler(stream).load()
+        _require_own_files(found)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    except Exception as error:  # a damaged pickle can cause any
+        raise UserError(f"{file}: is not a readable checkpoint: {reason_of(error)}") from None
+    return found
+
+
+def _tensors(found: Metadata) -> dict[str, TensorStorageMetadata]:
+    return found.state_dict_metadata  # type: ignore[return-value]  # `read_metadata` has checked it
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds what DCP's metadata consists of, and refuses every other name."""
+
+    ALLOWED = {
+        (kind.__module__, kind.__name__): kind
+        for kind in (
+            metadata.ChunkStorageMetadata,
+            metadata.Metadata,
+            metadata.MetadataIndex,
+            metadata.TensorProperties,
+            metadata.TensorStorageMetadata,
+            metadata._MEM_FORMAT_ENCODING,
+            filesystem._StorageInfo,
+        )
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self.ALLOWED:
+            return self.ALLOWED[module, name]
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return {"torch.strided": torch.strided}.__getitem__
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not data")
+
+
+def _require_own_files(found: Any) -> None:
+    """It describes tensors, whose data is in files of the checkpoint itself."""
+    if not isinstance(found, Metadata):
+        raise ValueError("it does not describe tensors")
+    for name, stored in found.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ValueError(f"it does not describe a tensor {name!r}")
+    for place in found.storage_data.values():
+        # torch before 2.7 has no transform_descriptors
+        if not _DATA_FILE.fullmatch(place.relative_path) or getattr(
+            place, "transform_descriptors", None
+        ):
+            raise ValueError(f"it places a tensor in {place.relative_path!r}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
 
 
 class HashedStream(io.BufferedIOBase):
@@ -103,7 +242,7 @@ class HashedStream(io.BufferedIOBase):
         return len(data)
 
     def flush(self) -> None:
-        if not self.file.closed:  # of a stream that failed, nothing more is to be said at its end
+        if not self.file.closed:  # a stream that failed is flushed again when it is collected
             self.file.flush()
 
     def tell(self) -> int:
@@ -137,11 +276,11 @@ class HashedFiles(FileSystem):
 
 
 class HashedWriter(FileSystemWriter):
-    """DCP's writer on HashedFiles: one file per process, and no path or time in its metadata."""
+    """DCP's writer on HashedFiles: one file per rank, and no path or time in its metadata."""
 
     def __init__(self, path: Path, files: HashedFiles) -> None:
-        # HashedFiles does the syncing: DCP's own leaves out what is still in a buffer. The tensors
-        # are in this machine's memory already: nothing is to be copied ahead.
+        # HashedFiles syncs: DCP's own sync leaves out what is still in a buffer. The tensors are in
+        # the host's memory already: nothing is to be copied ahead.
         super().__init__(path, sync_files=False, per_thread_copy_ahead=0, overwrite=False)
         self.fs = files
 
@@ -149,289 +288,113 @@ class HashedWriter(FileSystemWriter):
         return None
 
 
-class SafeReader(FileSystemReader):
-    """DCP's reader, given the metadata. Tensors it reads as `weights_only`."""
-
-    def __init__(self, path: Path, known: Metadata) -> None:
-        super().__init__(path)
-        self.known = known
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.known
-
-
-def read_metadata(path: Path) -> Metadata:
-    """DCP's description of a checkpoint. It is a pickle: of it only the data is accepted."""
-    file = path / METADATA
-    try:
-        with file.open("rb") as stream:
-            found = _MetadataUnpickler(stream).load()
-        _require_sound(found)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    except Exception as error:  # there is none that a damaged pickle could not cause
-        raise UserError(f"{file}: is not a readable checkpoint: {reason_of(error)}") from None
-    return found
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds what DCP's metadata consists of, and refuses every other name."""
-
-    ALLOWED = {
-        (kind.__module__, kind.__name__): kind
-        for kind in (
-            metadata.ChunkStorageMetadata,
-            metadata.Metadata,
-            metadata.MetadataIndex,
-            metadata.TensorProperties,
-            metadata.TensorStorageMetadata,
-            metadata._MEM_FORMAT_ENCODING,
-            filesystem._StorageInfo,
-        )
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self.ALLOWED:
-            return self.ALLOWED[module, name]
-        if (module, name) == ("torch", "Size"):
-            return torch.Size
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return {"torch.strided": torch.strided}.__getitem__
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not data")
-
-
-def _require_sound(found: Any) -> None:
-    """Its parts are what they should be, and its data is in its own directory."""
-    if not isinstance(found, Metadata):
-        raise ValueError("it does not describe tensors")
-    for name, stored in found.state_dict_metadata.items():
-        if not (
-            isinstance(name, str)
-            and isinstance(stored, TensorStorageMetadata)
-            and isinstance(stored.size, torch.Size)
-            and isinstance(stored.properties.dtype, torch.dtype)
-            and all(
-                isinstance(corner, torch.Size) and len(corner) == len(stored.size)
-                for chunk in stored.chunks
-                for corner in (chunk.offsets, chunk.sizes)
-            )
-        ):
-            raise ValueError(f"it does not describe a tensor {name!r}")
-    for index, place in found.storage_data.items():
-        if not (
-            isinstance(index, MetadataIndex)
-            and isinstance(place, filesystem._StorageInfo)
-            and _DATA_FILE.fullmatch(place.relative_path)
-            and isinstance(place.offset, int)
-            and isinstance(place.length, int)
-            and not getattr(place, "transform_descriptors", None)  # not in every torch
-        ):
-            raise ValueError("it places a tensor where none can be")
-
-
-# --------------------------------------------------------------------------------------------------
-# Reading checkpoints: their facts, what is in them, and pieces of it.
-
-FACTS = "facts.json"
-FORMAT = 2
-# What DCP and torch.load raise for files that are not what they should be.
-_UNREADABLE = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    LookupError,
-    AssertionError,
-    pickle.UnpicklingError,
-)
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """What the writer was told of the run, with the "step" and the "format"."""
-    file = path / FACTS
-    try:
-        facts = json.loads(file.read_bytes())
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: is not readable JSON: {error}") from None
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise UserError(f"{file}: is not of a checkpoint of format {FORMAT}")
-    return facts
-
-
-def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The names of the tensors in a checkpoint, and their whole shapes."""
-    tensors = read_metadata(path).state_dict_metadata
-    return {
-        name: tuple(stored.size)
-        for name, stored in tensors.items()
-        if isinstance(stored, TensorStorageMetadata)
-    }
-
-
-def load_pieces(path: Path, pieces: StateShards, group: Group = None) -> None:
-    """Read into the pieces' tensors, in place. That the files are intact is verified before."""
-    found: list[Metadata] = []
-
-    def look() -> None:
-        found.append(read_metadata(path))
-        _require_fit(path, pieces, found[0])
-
-    everywhere(group, look)
-    run_dcp(
-        dcp.load,
-        pieces,
-        group,
-        expected=_UNREADABLE,
-        complaint=f"{path}: is not a readable checkpoint",
-        storage_reader=SafeReader(path, found[0]),
-        planner=PieceLoadPlanner(),
-    )
-
-
-def _require_fit(path: Path, pieces: StateShards, metadata: Metadata) -> None:
-    tensors = metadata.state_dict_metadata
-    for name, piece in pieces.items():
-        if name not in tensors:
-            raise UserError(f"{path}: has no tensor {name}, of shape {piece.shape} in this run")
-        stored = tensors[name]
-        assert isinstance(stored, TensorStorageMetadata)
-        if tuple(stored.size) != piece.shape:
-            raise UserError(
-                f"{path}: its {name} has shape {tuple(stored.size)}, in this run {piece.shape}"
-            )
-        if stored.properties.dtype != piece.tensor.dtype:
-            raise UserError(
-                f"{path}: its {name} is {stored.properties.dtype}, in this run {piece.tensor.dtype}"
-            )
-
-
-# --------------------------------------------------------------------------------------------------
-# Writing checkpoints beside the training.
-#
-# save()      in the training's thread: waits for the save before, settles which process writes
-#             which piece, copies these to the machine's memory
-# a thread    writes them aside, reads them back, gives the directory its name, removes old ones
-# wait()      until that is done; raises what went wrong
-
-
 class CheckpointWriter:
-    """Saves the pieces of all processes of a group; all of them make the same calls.
+    """Saves the shards of all ranks of a group beside the training; all make the same calls.
+
+    save()     in the training's thread: waits for the save before, decides which rank writes which
+               shard, copies these to the host's memory
+    a thread   writes them to a partial directory, reads them back, commits, removes old checkpoints
+    wait()     until that is done; raises what went wrong
 
     keep_last, keep_every: the newest so many checkpoints stay, and those of steps that are a
         multiple of `keep_every` (0: none).
-    group: of a CPU backend and for this writer alone: its thread talks over it. None: one process.
+    group: of a CPU backend and for this writer alone, whose thread uses it. None: one process.
     """
 
     def __init__(
         self, directory: Path, keep_last: int, keep_every: int = 0, group: Group = None
     ) -> None:
         assert keep_last >= 1 and keep_every >= 0
-        self.directory = directory
-        self.keep_last = keep_last
-        self.keep_every = keep_every
-        self.group = group
-        self._thread: threading.Thread | None = None
-        self._errors: list[BaseException] = []
-        weakref.finalize(self, _tell_what_nobody_waited_for, self._errors)
-        self._layout: Layout | None = None  # of the last save, and what of it was ours to write
+        self.directory, self.group = directory, group
+        self.keep_last, self.keep_every = keep_last, keep_every
+        # The interpreter does not end before an executor's work is done.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
+        self._layout: Layout | None = None  # of the last save, and which shards of it we wrote
         self._ours: set[str] = set()
-        self._facts = b""
         self._staged: StateShards = {}
 
     def save(
-        self, step: int, pieces: StateShards, facts: dict[str, Any], asynchronous: bool = True
+        self, step: int, shards: StateShards, facts: dict[str, Any], asynchronous: bool = True
     ) -> None:
-        """Save the pieces as they are now; they may change as soon as this returns."""
+        """Save the shards as they are now; they may change as soon as this returns."""
         self.wait()
-        steps = set(everywhere(self.group, lambda: self._prepare(step, facts)))
-        assert steps == {step}, f"the processes save different steps: {steps}"
-        self._share_out(layout_of(pieces))
-        everywhere(self.group, lambda: self._stage(pieces))
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(step,),
-            name=f"checkpoint of step {step}",
-            daemon=False,  # the interpreter does not end before the checkpoint is complete
-        )
-        self._thread.start()
+        content = b""
+
+        def encode() -> int:  # now: the facts may change, too
+            nonlocal content
+            described = {"format": FORMAT, "step": step, **facts}
+            content = json.dumps(described, indent=1, allow_nan=False).encode()
+            return step
+
+        steps = set(everywhere(self.group, encode))
+        assert steps == {step}, f"the ranks save different steps: {steps}"
+        self._assign(layout_of(shards))
+        everywhere(self.group, lambda: self._stage(shards))
+        self._saving = self._thread.submit(self._write, step, content)
         if not asynchronous:
             self.wait()
 
     def wait(self) -> None:
         """Until the save under way is complete; raises what went wrong in it."""
-        self.join()
-        if self._errors:
-            raise self._errors.pop()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def join(self) -> None:
         """Until the save under way is complete or has failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._saving is not None:
+            wait_for([self._saving])
 
     @property
     def failure(self) -> BaseException | None:
         """What went wrong in the last save, until wait() or save() raises it."""
-        return self._errors[0] if self._errors else None
+        saving = self._saving
+        return saving.exception() if saving is not None and saving.done() else None
 
-    def _prepare(self, step: int, facts: dict[str, Any]) -> int:
-        """Encode the facts, of which only the first process's are written, as they are now."""
-        assert facts.keys().isdisjoint({"format", "step"}), "the writer adds these facts itself"
-        own = {"format": FORMAT, "step": step}
-        self._facts = json.dumps({**own, **facts}, indent=1, allow_nan=False).encode()
-        return step
-
-    def _share_out(self, layout: Layout) -> None:
-        """Settle which of the pieces are ours to write; as at the last save if all are the same."""
+    def _assign(self, layout: Layout) -> None:
+        """Decide which shards are ours to write; as at the last save if no layout has changed."""
         if not all(everywhere(self.group, lambda: layout == self._layout)):
             layouts = everywhere(self.group, lambda: layout)
-            self._layout, self._ours = layout, share_out(layouts)[rank_in(self.group)]
+            self._layout, self._ours = layout, assign_writers(layouts)[rank_in(self.group)]
 
-    def _stage(self, pieces: StateShards) -> None:
+    def _stage(self, shards: StateShards) -> None:
         """Copy what is ours to write, into the memory of the last save where that fits."""
-        kept = {name: piece.tensor for name, piece in self._staged.items()}
+        kept = {name: shard.tensor for name, shard in self._staged.items()}
         self._staged = {}
         for name in sorted(self._ours):
-            tensor = pieces[name].tensor.detach()
+            tensor = shards[name].tensor.detach()
             copy = _memory_for(tensor, kept.pop(name, None))
             copy.copy_(tensor, non_blocking=True)
-            self._staged[name] = replace(pieces[name], tensor=copy)
-        if any(pieces[name].tensor.is_cuda for name in self._ours):
+            self._staged[name] = replace(shards[name], tensor=copy)
+        if any(shards[name].tensor.is_cuda for name in self._ours):
             torch.cuda.synchronize()
 
-    def _run(self, step: int) -> None:
-        try:
-            self._write(self.directory / checkpoint_name(step))
-            first_alone(self.group, lambda: self._retain(step))
-        except UserError as error:
-            self._errors.append(_with_free_space(error, self.directory))
-        except BaseException as error:
-            self._errors.append(error)
-
-    def _write(self, path: Path) -> None:
-        """Everything of the checkpoint, up to its name; of a failure, nothing stays."""
+    def _write(self, step: int, facts: bytes) -> None:
+        """The checkpoint, up to its name; where that fails, nothing of it stays."""
+        path = self.directory / checkpoint_name(step)
         partial, files = path.with_name(path.name + PARTIAL), HashedFiles()
         try:
-            first_alone(self.group, lambda: _begin(path, partial, files, self._facts))
+            on_rank0(self.group, lambda: _begin(path, partial, files, facts))
             run_dcp(
                 dcp.save,
                 self._staged,
                 self.group,
                 expected=(OSError,),
-                complaint=_complaint(path),
+                message=_message(path),
                 storage_writer=HashedWriter(partial, files),
-                planner=PieceSavePlanner(),
+                planner=ShardSavePlanner(),
             )
             digests = everywhere(self.group, lambda: _read_back(path, partial, files))
-            first_alone(self.group, lambda: _finish(path, partial, files, digests))
-        except BaseException:
-            if rank_in(self.group) == 0:  # what cannot be removed now is at the next save's begin
+            on_rank0(self.group, lambda: _finish(path, partial, files, digests))
+        except BaseException as error:
+            if rank_in(self.group) == 0:  # the next save removes what cannot be removed now
                 shutil.rmtree(partial, ignore_errors=True)
+            if str(error).endswith((os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))):
+                free = f"{free_space(self.directory)} are free there"  # without the partial one
+                raise UserError(f"{error}, {free}") from None
             raise
+        on_rank0(self.group, lambda: self._retain(step))
 
     def _retain(self, step: int) -> None:
         try:
@@ -439,12 +402,6 @@ class CheckpointWriter:
         except OSError as error:
             what = f"{error.filename or self.directory}: the old checkpoint cannot be removed"
             raise UserError(f"{what}: {reason_of(error)}") from None
-
-
-def _tell_what_nobody_waited_for(errors: list[BaseException]) -> None:
-    """When the writer or the program ends: too late to raise, but not to say."""
-    for error in errors:
-        print(f"error: {error}", file=sys.stderr)
 
 
 def _memory_for(tensor: Tensor, kept: Tensor | None) -> Tensor:
@@ -455,7 +412,7 @@ def _memory_for(tensor: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _begin(path: Path, partial: Path, files: HashedFiles, facts: bytes) -> None:
-    with _told(path):
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         tidy(path.parent)
         partial.mkdir()
@@ -464,45 +421,37 @@ def _begin(path: Path, partial: Path, files: HashedFiles, facts: bytes) -> None:
 
 
 def _read_back(path: Path, partial: Path, files: HashedFiles) -> dict[str, str]:
-    """The digests of the files of this process, which hold on the disk what was written to them."""
-    with _told(path):
+    """The digests of this rank's files, which hold on the disk what was written to them."""
+    with _writing(path):
         for name, digest in files.digests.items():
             if digest_on_disk(partial / name) != digest:
-                raise UserError(f"{_complaint(path)}: {name} does not read back as it was written")
+                raise UserError(f"{_message(path)}: {name} does not read back as it was written")
     return files.digests
 
 
 def _finish(path: Path, partial: Path, files: HashedFiles, digests: list[dict[str, str]]) -> None:
     every = {name: digest for part in digests for name, digest in part.items()}
-    with _told(path):
+    with _writing(path):
         for name in sorted(every.keys() - {file.name for file in partial.iterdir()}):
             raise UserError(
-                f"{_complaint(path)}: {name} of another process is not to be seen from the first: "
-                "all processes need the same directory"
+                f"{_message(path)}: rank 0 does not see {name} of another rank: "
+                "all ranks need the same directory"
             )
         with files.create_stream(partial / SUMS, "wb") as stream:
             stream.write(sums_of(every))
-        listed_files(partial)  # it reads back, and there is nothing else
+        listed_files(partial)  # SHA256SUMS reads back, and there is no other file
         sync_directory(partial)
         commit(partial, path)
         point_latest(path.parent)
 
 
-def _with_free_space(error: UserError, directory: Path) -> UserError:
-    """For a full disk, how much it has left without the part that was written and removed."""
-    full = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
-    if not str(error).endswith(full):
-        return error
-    return UserError(f"{error}, {free_space(directory)} are free there")
-
-
-def _complaint(path: Path) -> str:
+def _message(path: Path) -> str:
     return f"{path}: the checkpoint cannot be written"
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{_complaint(path)}: {reason_of(error)}") from None
+        raise UserError(f"{_message(path)}: {reason_of(error)}") from None

@@ -1,4 +1,4 @@
-"""The parts of named tensors that a process holds, and who of several holders writes one."""
+"""The shards of named tensors that a rank holds, which rank writes each, and DCP's planners."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -28,27 +28,32 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 @dataclass(frozen=True)
 class StateShard:
-    """This process's contiguous part of a named tensor."""
+    """This rank's contiguous part of a named tensor."""
 
     tensor: Tensor
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
     offset: tuple[int, ...]  # where this part begins
 
     def __post_init__(self) -> None:
         size = tuple(self.tensor.shape)
         fits = len(self.shape) == len(self.offset) == len(size) and all(
-            0 <= start and start + length <= whole
-            for start, length, whole in zip(self.offset, size, self.shape, strict=True)
+            0 <= start and start + length <= full
+            for start, length, full in zip(self.offset, size, self.shape, strict=True)
         )
         assert fits, f"a part {size} at {self.offset} is not inside {self.shape}"
 
+    @classmethod
+    def full(cls, tensor: Tensor) -> "StateShard":
+        """All of a tensor, without its gradient."""
+        return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
 
-StateShards = dict[str, StateShard]  # a process has at most one piece of a name, and may have none
+
+StateShards = dict[str, StateShard]  # a rank has at most one shard of a name, and may have none
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A piece without its data: what the other processes need to know of it."""
+    """A shard without its data: what the other ranks need to know of it."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -63,28 +68,29 @@ class Extent:
 Layout = dict[str, Extent]
 
 
-def layout_of(pieces: StateShards) -> Layout:
-    """What of the pieces is to be stored: all but empty parts of tensors that are not empty."""
+def layout_of(shards: StateShards) -> Layout:
+    """What is to be stored: all shards but empty parts of tensors that are not empty."""
     return {
-        name: Extent(piece.shape, piece.offset, tuple(piece.tensor.shape), piece.tensor.dtype)
-        for name, piece in pieces.items()
-        if piece.tensor.numel() or not prod(piece.shape)
+        name: Extent(shard.shape, shard.offset, tuple(shard.tensor.shape), shard.tensor.dtype)
+        for name, shard in shards.items()
+        if shard.tensor.numel() or not prod(shard.shape)
     }
 
 
-def share_out(layouts: list[Layout]) -> list[set[str]]:
-    """For every process the names whose piece it writes: each piece once, the bytes balanced.
+def assign_writers(layouts: list[Layout]) -> list[set[str]]:
+    """For every rank the names whose shard it writes: each shard once, the bytes balanced.
 
-    The largest pieces go first, each to the one of its holders that has least so far.
+    The largest shards go first, each to the one of its holders that has least so far. DCP removes
+    duplicates too, but only after every replica was copied to the host's memory.
     """
     holders: dict[tuple[str, Extent], list[int]] = defaultdict(list)
     for rank, layout in enumerate(layouts):
         for name, extent in layout.items():
             holders[name, extent].append(rank)
-    _require_whole(list(holders))
+    _require_complete(list(holders))
     load = [0] * len(layouts)
     writes: list[set[str]] = [set() for _ in layouts]
-    order = sorted(holders, key=lambda piece: (-piece[1].nbytes, piece[0], piece[1].offset))
+    order = sorted(holders, key=lambda shard: (-shard[1].nbytes, shard[0], shard[1].offset))
     for name, extent in order:
         rank = min(holders[name, extent], key=lambda holder: (load[holder], holder))
         load[rank] += extent.nbytes
@@ -92,38 +98,37 @@ def share_out(layouts: list[Layout]) -> list[set[str]]:
     return writes
 
 
-def _require_whole(pieces: list[tuple[str, Extent]]) -> None:
-    """The parts of every tensor agree on it and have its volume. (DCP checks for overlaps.)"""
+def _require_complete(shards: list[tuple[str, Extent]]) -> None:
+    """The shards of every tensor agree on it and have its volume. (DCP checks for overlaps.)"""
     of_name: dict[str, list[Extent]] = defaultdict(list)
-    for name, extent in pieces:
+    for name, extent in shards:
         of_name[name].append(extent)
     for name, extents in of_name.items():
         kinds = {(extent.shape, extent.dtype) for extent in extents}
-        assert len(kinds) == 1, f"{name} is different tensors on different processes: {kinds}"
-        held = sum(prod(extent.size) for extent in extents)
-        whole = prod(extents[0].shape)
-        assert held == whole, f"{name}: the processes hold {held} of its {whole} elements"
+        assert len(kinds) == 1, f"{name} is different tensors on different ranks: {kinds}"
+        held, full = sum(prod(extent.size) for extent in extents), prod(extents[0].shape)
+        assert held == full, f"{name}: the ranks hold {held} of its {full} elements"
 
 
 # --------------------------------------------------------------------------------------------------
-# How torch.distributed.checkpoint (DCP) is told of pieces: what to write, what to read where.
+# torch.distributed.checkpoint (DCP): what to write, what to read where.
 
 
-class PieceSavePlanner(DefaultSavePlanner):
-    """Writes the pieces it is given, all of them; that each has one writer is settled before."""
+class ShardSavePlanner(DefaultSavePlanner):
+    """Writes the shards it is given, all of them: `assign_writers` gives each to one rank."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(name, piece) for name, piece in self.state_dict.items()])
+        return SavePlan([_write_item(name, shard) for name, shard in self.state_dict.items()])
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self.state_dict[write_item.index.fqn].tensor
 
 
-class PieceLoadPlanner(LoadPlanner):
-    """Reads into the tensors of pieces, in place, from however the stored tensors were cut."""
+class ShardLoadPlanner(LoadPlanner):
+    """Reads into the tensors of shards, in place, however the stored tensors were cut."""
 
     def set_up_planner(
         self,
@@ -132,17 +137,16 @@ class PieceLoadPlanner(LoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         assert metadata is not None
-        self.pieces, self.metadata = state_dict, metadata
+        self.shards, self.metadata = state_dict, metadata
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
-        for name, piece in self.pieces.items():
+        for name, shard in self.shards.items():
             stored = self.metadata.state_dict_metadata[name]
-            found = create_read_items_for_chunk_list(name, stored, [_chunk(piece)])  # type: ignore[arg-type]
+            found = create_read_items_for_chunk_list(name, stored, [_chunk(shard)])  # type: ignore[arg-type]
             found = [item for item in found if prod(item.lengths)]
-            held = sum(prod(item.lengths) for item in found)
-            if held != piece.tensor.numel():
-                raise ValueError(f"{name} is not stored as a whole")
+            if sum(prod(item.lengths) for item in found) != shard.tensor.numel():
+                raise ValueError(f"{name} is not stored completely")
             items += found
         return LoadPlan(items)
 
@@ -153,30 +157,30 @@ class PieceLoadPlanner(LoadPlanner):
         return central_plan
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self.pieces[read_item.dest_index.fqn].tensor.detach()
+        part = self.shards[read_item.dest_index.fqn].tensor.detach()
         starts_and_lengths = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         for dimension, (start, length) in enumerate(starts_and_lengths):
             part = part.narrow(dimension, start, length)
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It is a view of the piece: nothing is left to do."""
+        """It is a view of the shard: nothing is left to do."""
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise AssertionError("a checkpoint holds tensors alone")
+        raise AssertionError("a checkpoint holds tensors only")
 
 
-def _write_item(name: str, piece: StateShard) -> WriteItem:
+def _write_item(name: str, shard: StateShard) -> WriteItem:
     return WriteItem(
-        index=MetadataIndex(name, piece.offset),
+        index=MetadataIndex(name, shard.offset),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=_chunk(piece),
-            properties=TensorProperties(dtype=piece.tensor.dtype),
-            size=torch.Size(piece.shape),
+            chunk=_chunk(shard),
+            properties=TensorProperties(dtype=shard.tensor.dtype),
+            size=torch.Size(shard.shape),
         ),
     )
 
 
-def _chunk(piece: StateShard) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=piece.tensor.shape)
+def _chunk(shard: StateShard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(shard.offset), sizes=shard.tensor.shape)

@@ -3,7 +3,8 @@
 from lipnext_scale.data.augment import AugmentConfig
 from lipnext_scale.data.catalog import Catalog, open_catalog, resolve_shards
 from lipnext_scale.data.config import DataConfig, SyntheticConfig
-from lipnext_scale.data.datasets import (
+from lipnext_scale.data.decode import to_unit_range
+from lipnext_scale.data.evaluation import (
     DataSets,
     Samples,
     TestBatch,
@@ -12,7 +13,7 @@ from lipnext_scale.data.datasets import (
     rank_share,
     read_samples,
 )
-from lipnext_scale.data.loader import Batch, Loader, StreamLoader
+from lipnext_scale.data.loader import Batch, StreamLoader
 
 __all__ = [
     "AugmentConfig",
@@ -20,7 +21,6 @@ __all__ = [
     "Catalog",
     "DataConfig",
     "DataSets",
-    "Loader",
     "Samples",
     "StreamLoader",
     "SyntheticConfig",
@@ -31,4 +31,5 @@ __all__ = [
     "rank_share",
     "read_samples",
     "resolve_shards",
+    "to_unit_range",
 ]

@@ -1,17 +1,17 @@
-"""Random augmentation of single uint8 images; all chances come from (seed, epoch, sample)."""
+"""Random augmentation of single uint8 images; all randomness comes from (seed, epoch, sample)."""
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 
-from lipnext_scale.config import ConfigError
 from lipnext_scale.data.decode import BadSample
 from lipnext_scale.data.order import below, number_below, sample_bits, uniform
-from lipnext_scale.data.rand_augment import MAX_SIDE, rand_augment
-
-# Streams of random bits, one a decision: see `draw_chances`.
-_STREAMS = np.arange(1, 7)[:, None]
+from lipnext_scale.utils.config import ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,91 +37,77 @@ class AugmentConfig:
         low, high = self.resize
         if not (self.resize == (0, 0) or 1 <= low <= high <= 4096):
             raise ConfigError("resize", list(self.resize), "must be two sizes, the smaller first")
-        if self.crop_padding < 0:
-            raise ConfigError("crop_padding", self.crop_padding, "must be at least 0")
         if high and self.crop_padding:
-            raise ConfigError(
-                "crop_padding", self.crop_padding, "must be 0 with resize, which crops by itself"
-            )
-        if not 0 <= self.rand_augment <= 1:
-            raise ConfigError("rand_augment", self.rand_augment, "must be between 0 and 1")
-        if not 1 <= self.rand_augment_operations <= 3:
-            raise ConfigError(
-                "rand_augment_operations", self.rand_augment_operations, "must be 1, 2 or 3"
-            )
-        if not 0 <= self.rand_augment_magnitude <= 30:
-            raise ConfigError(
-                "rand_augment_magnitude", self.rand_augment_magnitude, "must be from 0 to 30"
-            )
+            right = "must be 0 with resize, which crops by itself"
+            raise ConfigError("crop_padding", self.crop_padding, right)
+        for key, least, most in (
+            ("crop_padding", 0, math.inf),
+            ("rand_augment", 0, 1),
+            ("rand_augment_operations", 1, 3),
+            ("rand_augment_magnitude", 0, 30),
+        ):
+            if not least <= getattr(self, key) <= most:
+                raise ConfigError(key, getattr(self, key), f"must be from {least} to {most}")
 
     def require_size(self, image_size: int) -> None:
-        """Together with the size that the model takes."""
+        """The settings fit the size that the model takes."""
         if self.crop_padding >= image_size:
-            raise ConfigError(
-                "crop_padding", self.crop_padding, f"must be below model.image_size = {image_size}"
-            )
+            right = f"must be below model.image_size = {image_size}"
+            raise ConfigError("crop_padding", self.crop_padding, right)
         if 0 < self.resize[0] < image_size:
-            raise ConfigError(
-                "resize", list(self.resize), f"must be at least model.image_size = {image_size}"
-            )
+            right = f"must be at least model.image_size = {image_size}"
+            raise ConfigError("resize", list(self.resize), right)
 
 
-@dataclass(frozen=True)
-class AugmentParams:
-    """The random numbers of a batch's samples, one each, as Python's own: they are used singly."""
+class AugmentParams(NamedTuple):
+    """The random numbers of one sample, as Python's own."""
 
-    short_side: list[int]
-    top: list[int]  # 64 random bits: what they choose from depends on the image
-    left: list[int]
-    flip: list[bool]
-    rand_augment: list[bool]
-    operations: list[int]
+    short_side: int
+    top: int  # 64 random bits: what they choose from depends on the image
+    left: int
+    flip: bool
+    rand_augment: bool
+    operations: int  # 64 random bits
 
 
-def draw_chances(config: AugmentConfig, seed: int, epoch: int, ids: np.ndarray) -> AugmentParams:
-    resize, top, left, flip, whether, operations = sample_bits(seed, epoch, ids, _STREAMS)
+def draw_params(
+    config: AugmentConfig, seed: int, epoch: int, ids: np.ndarray
+) -> list[AugmentParams]:
+    """One for each sample, drawn for the batch at once: that is faster."""
+    streams = np.arange(1, 7)[:, None]
+    resize, top, left, flip, whether, operations = sample_bits(seed, epoch, ids, streams)
     low, high = config.resize
-    return AugmentParams(
-        short_side=(low + below(resize, high - low + 1)).tolist(),
-        top=top.tolist(),
-        left=left.tolist(),
-        flip=((flip >> np.uint64(63)).astype(bool) & config.flip).tolist(),
-        rand_augment=(uniform(whether) < config.rand_augment).tolist(),
-        operations=operations.tolist(),
+    columns = (
+        low + below(resize, high - low + 1),
+        top,
+        left,
+        (flip >> np.uint64(63)).astype(bool) & config.flip,
+        uniform(whether) < config.rand_augment,
+        operations,
     )
+    return [AugmentParams(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
 
 def augment(
-    image: np.ndarray, config: AugmentConfig, chances: AugmentParams, index: int, out: np.ndarray
+    image: np.ndarray, config: AugmentConfig, params: AugmentParams, out: np.ndarray
 ) -> None:
     """Write the augmented image into out [size, size, C]."""
     size = out.shape[0]
     if config.resize[1] and config.rand_augment:
         _require_not_too_long(image, config.resize[1])
-    if config.resize[1] and chances.rand_augment[index]:
-        image = resize_short_side(image, chances.short_side[index])
-        image = _rand_augment(image, config, chances, index)
-        _flip_into(_crop_at(image, size, size, chances, index), chances.flip[index], out)
+    if config.resize[1] and params.rand_augment:
+        image = resize_short_side(image, params.short_side)
+        image = rand_augment(image, config, params)
+        _flip_into(_random_crop(image, size, params), params.flip, out)
     elif config.resize[1]:
-        _crop_and_resize(image, chances, index, out)
+        _crop_and_resize(image, params, out)
     else:
         require_size(image, size)
         if config.crop_padding:
-            image = _padded_crop(image, config.crop_padding, chances, index)
-        _flip_into(image, chances.flip[index], out)
-        if chances.rand_augment[index]:
-            out[...] = _rand_augment(out, config, chances, index)
-
-
-def _rand_augment(
-    image: np.ndarray, config: AugmentConfig, chances: AugmentParams, index: int
-) -> np.ndarray:
-    return rand_augment(
-        image,
-        chances.operations[index],
-        config.rand_augment_operations,
-        config.rand_augment_magnitude,
-    )
+            image = _padded_crop(image, config.crop_padding, params)
+        _flip_into(image, params.flip, out)
+        if params.rand_augment:
+            out[...] = rand_augment(out, config, params)
 
 
 def resize_short_side(image: np.ndarray, short_side: int) -> np.ndarray:
@@ -138,10 +124,8 @@ def resize_short_side(image: np.ndarray, short_side: int) -> np.ndarray:
         if width <= height
         else (max(short_side, round(width * scale)), short_side)
     )
-    resized = cv2.resize(
-        image, size, interpolation=cv2.INTER_AREA if scale < 0.5 else cv2.INTER_LINEAR
-    )
-    return resized if resized.ndim == 3 else resized[:, :, None]
+    how = cv2.INTER_AREA if scale < 0.5 else cv2.INTER_LINEAR
+    return cv2.resize(image, size, interpolation=how).reshape(*size[::-1], -1)
 
 
 def centre_crop(image: np.ndarray, size: int) -> np.ndarray:
@@ -156,47 +140,48 @@ def require_size(image: np.ndarray, size: int) -> None:
 
 
 def _require_not_too_long(image: np.ndarray, short_side: int) -> None:
-    """Whatever the chances, so that a sample is good or bad once for all."""
+    """Whatever the random numbers, so that a sample is good or bad once for all."""
     height, width = image.shape[:2]
     if max(height, width) * short_side > MAX_SIDE * min(height, width):
         ratio = MAX_SIDE // short_side
         raise BadSample(f"is {height}×{width}: more than {ratio} times as long as it is wide")
 
 
-def _crop_at(
-    image: np.ndarray, height: int, width: int, chances: AugmentParams, index: int
-) -> np.ndarray:
-    top = number_below(chances.top[index], image.shape[0] - height + 1)
-    left = number_below(chances.left[index], image.shape[1] - width + 1)
-    return image[top : top + height, left : left + width]
+def _random_crop(image: np.ndarray, size: int, params: AugmentParams) -> np.ndarray:
+    top = number_below(params.top, image.shape[0] - size + 1)
+    left = number_below(params.left, image.shape[1] - size + 1)
+    return image[top : top + size, left : left + size]
 
 
-def _crop_and_resize(
-    image: np.ndarray, chances: AugmentParams, index: int, out: np.ndarray
-) -> None:
+def _crop_and_resize(image: np.ndarray, params: AugmentParams, out: np.ndarray) -> None:
     """Resize and crop, the other way round: only what is kept is resized, straight into its place.
 
     The same but for rounding to whole pixels of the image instead of the resized one.
     """
     size = out.shape[0]
-    side = max(1, round(min(image.shape[:2]) * size / chances.short_side[index]))
-    part = _crop_at(image, side, side, chances, index)
+    side = max(1, round(min(image.shape[:2]) * size / params.short_side))
+    part = _random_crop(image, side, params)
     how = cv2.INTER_AREA if size < 0.5 * side else cv2.INTER_LINEAR
     cv2.resize(part, (size, size), dst=out, interpolation=how)
-    if chances.flip[index]:
+    if params.flip:
         cv2.flip(out, 1, dst=out)  # in place: out is in the cache now, and was not before
 
 
-def _padded_crop(image: np.ndarray, padding: int, chances: AugmentParams, index: int) -> np.ndarray:
+def _padded_crop(image: np.ndarray, padding: int, params: AugmentParams) -> np.ndarray:
     """Zero-pad on all sides, then cut the original size out at a random place."""
-    size, places = image.shape[0], 2 * padding + 1
-    down = number_below(chances.top[index], places) - padding
-    right = number_below(chances.left[index], places) - padding
-    cropped = np.zeros_like(image)
-    kept = image[max(0, down) : size + min(0, down), max(0, right) : size + min(0, right)]
-    top, left = max(0, -down), max(0, -right)
-    cropped[top : top + kept.shape[0], left : left + kept.shape[1]] = kept
-    return cropped
+    down = padding - number_below(params.top, 2 * padding + 1)
+    right = padding - number_below(params.left, 2 * padding + 1)
+    return _moved(image, down, right)
+
+
+def _moved(image: np.ndarray, down: int, right: int) -> np.ndarray:
+    """The image moved by whole pixels, black where it was."""
+    height, width, _ = image.shape
+    moved = np.zeros_like(image)
+    kept = image[max(0, -down) : height - max(0, down), max(0, -right) : width - max(0, right)]
+    top, left = max(0, down), max(0, right)
+    moved[top : top + kept.shape[0], left : left + kept.shape[1]] = kept
+    return moved
 
 
 def _flip_into(image: np.ndarray, flip: bool, out: np.ndarray) -> None:
@@ -204,3 +189,185 @@ def _flip_into(image: np.ndarray, flip: bool, out: np.ndarray) -> None:
         cv2.flip(image, 1, dst=out)  # forty times as fast as numpy's copy of a reversed view
     else:
         out[...] = image
+
+
+# --------------------------------------------------------------------------------------------------
+# RandAugment: torchvision's operations and magnitudes.
+#
+# Each operation is a pure function of an image [height, width, 1 or 3], a magnitude from 0 to 30
+# and a sign, which is +1 or -1.
+
+# OpenCV has 16-bit coordinates, and rotations are computed in 1/65536 of a pixel.
+MAX_SIDE = 2**14
+Operation = Callable[[np.ndarray, int, int], np.ndarray]
+
+
+def rand_augment(image: np.ndarray, config: AugmentConfig, params: AugmentParams) -> np.ndarray:
+    """Random operations one after another."""
+    for operation, sign in choose_operations(params.operations, config.rand_augment_operations):
+        image = apply(operation, image, config.rand_augment_magnitude, sign)
+    return image
+
+
+def choose_operations(bits: int, count: int) -> Iterator[tuple[str, int]]:
+    """Operations, with repetition, and their signs, all from 64 random bits.
+
+    bits / 2⁶⁴ is read as a fraction in base 28 = 14 operations · 2 signs, one digit a choice.
+    """
+    for _ in range(count):
+        bits *= 2 * len(OPERATIONS)
+        digit, bits = bits >> 64, bits & (2**64 - 1)
+        yield _NAMES[digit >> 1], 1 if digit & 1 else -1
+
+
+def apply(operation: str, image: np.ndarray, magnitude: int, sign: int = 1) -> np.ndarray:
+    """One of OPERATIONS; the result is a new array of the image's shape."""
+    assert max(image.shape) <= MAX_SIDE
+    # OpenCV drops a last dimension of 1.
+    changed = OPERATIONS[operation](np.ascontiguousarray(image), magnitude, sign)
+    return changed.reshape(image.shape)
+
+
+def _shear(image: np.ndarray, slope_x: float, slope_y: float) -> np.ndarray:
+    """Nearest neighbour, black outside; pixels have their centres at halves."""
+    matrix = np.array([[1, slope_x, slope_x / 2], [slope_y, 1, slope_y / 2]])
+    how = cv2.INTER_NEAREST | cv2.WARP_INVERSE_MAP
+    return cv2.warpAffine(image, matrix, image.shape[1::-1], flags=how)
+
+
+def _translation(side: int, magnitude: int, sign: int) -> int:
+    return sign * int(magnitude * 5 / 331 * side)
+
+
+def _rotate(image: np.ndarray, magnitude: int, sign: int) -> np.ndarray:
+    """By as many degrees, nearest neighbour, black outside."""
+    height, width, _ = image.shape
+    sources = _rotation(height, width, sign * magnitude)
+    return cv2.remap(  # type: ignore[call-overload]  # OpenCV's stubs know no map2 of None
+        image, sources, None, cv2.INTER_NEAREST, borderMode=cv2.BORDER_CONSTANT
+    )
+
+
+@lru_cache(maxsize=16)
+def _rotation(height: int, width: int, degrees: int) -> np.ndarray:
+    """The input pixel (x, y) of every output pixel.
+
+    In fixed point with 16 bits after it: warpAffine has 10, and picks other neighbours.
+    """
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    # From the centre of the image, at halves, to those of the pixels.
+    middle_x, middle_y = width / 2, height / 2
+    first_x = middle_x + cos * (0.5 - middle_x) - sin * (0.5 - middle_y)
+    first_y = middle_y + sin * (0.5 - middle_x) + cos * (0.5 - middle_y)
+    x = np.arange(width, dtype=np.int32)
+    y = np.arange(height, dtype=np.int32)[:, None]
+    sources = np.empty((height, width, 2), np.int16)
+    sources[..., 0] = (_fixed(first_x) + _fixed(cos) * x - _fixed(sin) * y) >> 16
+    sources[..., 1] = (_fixed(first_y) + _fixed(sin) * x + _fixed(cos) * y) >> 16
+    return sources
+
+
+def _fixed(value: float) -> int:
+    return round(value * 2**16)
+
+
+def _blend(dull: np.ndarray, image: np.ndarray, magnitude: int, sign: int) -> np.ndarray:
+    """Away from, or towards, a duller image; cut to whole numbers.
+
+    OpenCV rounds. Factors have two decimals, so that no fraction lies between 0.99 and 1.
+    """
+    factor = 1 + sign * 0.03 * magnitude
+    return cv2.addWeighted(image, factor, dull, 1 - factor, 0.005 - 0.5)
+
+
+def _color(image: np.ndarray, magnitude: int, sign: int) -> np.ndarray:
+    if image.shape[2] == 1:
+        return image.copy()
+    return _blend(cv2.cvtColor(_grey(image), cv2.COLOR_GRAY2RGB), image, magnitude, sign)
+
+
+def _contrast(image: np.ndarray, magnitude: int, sign: int) -> np.ndarray:
+    grey = _grey(image)
+    mean = int(cv2.sumElems(grey)[0] / grey.size + 0.5)
+    return _blend(np.full_like(image, mean), image, magnitude, sign)
+
+
+def _sharpness(image: np.ndarray, magnitude: int, sign: int) -> np.ndarray:
+    """The duller image is smoothed, but for its border."""
+    kernel = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13
+    smooth = cv2.filter2D(image, -1, kernel).reshape(image.shape)
+    for edge in (0, -1):
+        smooth[edge], smooth[:, edge] = image[edge], image[:, edge]
+    return _blend(smooth, image, magnitude, sign)
+
+
+# The luma of ITU-R 601 in 65536ths, and a half to round by cutting.
+_LUMA = np.array([[19595, 38470, 7471, 32768]], np.float32) / 2**16
+
+
+def _grey(image: np.ndarray) -> np.ndarray:
+    if image.shape[2] == 1:
+        return image
+    return cv2.transform(image.astype(np.float32), _LUMA).astype(np.uint8)
+
+
+def _posterize(image: np.ndarray, magnitude: int, _sign: int) -> np.ndarray:
+    """Only the highest 8 to 4 bits stay."""
+    return image & np.uint8(256 - 2 ** round(magnitude / 7.5))
+
+
+def _solarize(image: np.ndarray, magnitude: int, _sign: int) -> np.ndarray:
+    """255 - pixel from a threshold on, which flips all its bits: 0 - 1 is 255."""
+    flipped = (image >= math.ceil(255 - 8.5 * magnitude)).view(np.uint8)
+    np.negative(flipped, out=flipped)
+    return np.bitwise_xor(image, flipped, out=flipped)
+
+
+def _auto_contrast(image: np.ndarray, _magnitude: int, _sign: int) -> np.ndarray:
+    """In every channel the darkest value becomes 0, the brightest 255."""
+    planes = cv2.split(image)
+    return cv2.merge([cv2.LUT(p, _stretching(*cv2.minMaxLoc(p)[:2])) for p in planes])
+
+
+@lru_cache(maxsize=4096)
+def _stretching(low: float, high: float) -> np.ndarray:
+    if high <= low:
+        return np.arange(256, dtype=np.uint8)
+    scale = 255 / (high - low)
+    return np.clip(np.arange(256) * scale - low * scale, 0, 255).astype(np.uint8)
+
+
+def _equalize(image: np.ndarray, _magnitude: int, _sign: int) -> np.ndarray:
+    """In every channel all values become about equally frequent."""
+    return cv2.merge([_equalized(plane) for plane in cv2.split(image)])
+
+
+def _equalized(plane: np.ndarray) -> np.ndarray:
+    counts = cv2.calcHist([plane], [0], None, [256], [0, 256]).ravel().astype(np.int64)
+    up_to = counts.cumsum()
+    step = (plane.size - counts[counts.nonzero()[0][-1]]) // 255
+    if step == 0:
+        return plane
+    table = np.zeros(256, np.uint8)
+    table[1:] = np.minimum((up_to[:-1] + step // 2) // step, 255)
+    return cv2.LUT(plane, table)
+
+
+# The order is part of what a seed means.
+OPERATIONS: dict[str, Operation] = {
+    "Identity": lambda image, magnitude, sign: image.copy(),
+    "ShearX": lambda image, magnitude, sign: _shear(image, sign * 0.01 * magnitude, 0),
+    "ShearY": lambda image, magnitude, sign: _shear(image, 0, sign * 0.01 * magnitude),
+    "TranslateX": lambda image, *how: _moved(image, 0, _translation(image.shape[1], *how)),
+    "TranslateY": lambda image, *how: _moved(image, _translation(image.shape[0], *how), 0),
+    "Rotate": _rotate,
+    "Brightness": lambda image, *how: _blend(np.zeros_like(image), image, *how),
+    "Color": _color,
+    "Contrast": _contrast,
+    "Sharpness": _sharpness,
+    "Posterize": _posterize,
+    "Solarize": _solarize,
+    "AutoContrast": _auto_contrast,
+    "Equalize": _equalize,
+}
+_NAMES = list(OPERATIONS)

@@ -5,27 +5,25 @@ import gzip
 import hashlib
 import os
 import re
-import time
 import weakref
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from glob import glob, has_magic
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import fsspec
 import numpy as np
 import webdataset
 from braceexpand import braceexpand
 
-from lipnext_scale.config import ConfigError
 from lipnext_scale.data.index import (
     Record,
     SetIndex,
@@ -36,8 +34,9 @@ from lipnext_scale.data.index import (
     scan_tar,
     set_name,
 )
-from lipnext_scale.errors import UserError
-from lipnext_scale.files import PARTIAL, atomic_file, file_sha256, file_stamp
+from lipnext_scale.utils.config import ConfigError
+from lipnext_scale.utils.errors import UserError
+from lipnext_scale.utils.files import atomic_file, file_sha256, file_stamp
 
 # --------------------------------------------------------------------------------------------------
 # Which shards a pattern means.
@@ -67,13 +66,16 @@ def as_url(shard: str) -> str:
 
 def resolve_shards(pattern: str, key: str) -> list[str]:
     """The shards a pattern means; `key` is the configuration key to blame if there are none."""
-    return [shard for _, found in resolve_parts(pattern, key) for shard in found]
+    return [shard for _, found in _resolve_parts(pattern, key) for shard in found]
 
 
-def resolve_parts(pattern: str, key: str) -> list[tuple[str, list[str]]]:
+def _resolve_parts(pattern: str, key: str) -> list[tuple[str, list[str]]]:
     """The parts that braces make of a pattern, each with the shards that it means."""
+    full = pattern
+    if is_builtin(pattern):
+        full = str(BUILTIN / pattern.removeprefix(_BUILTIN))
     try:
-        parts = list(braceexpand(_expanded(pattern)))
+        parts = list(braceexpand(full))
     except ValueError as error:
         raise ConfigError(key, pattern, f"is not a pattern: {error}") from None
     resolved = []
@@ -81,51 +83,27 @@ def resolve_parts(pattern: str, key: str) -> list[tuple[str, list[str]]]:
         found = _matches(part, key, pattern)
         if not found:
             right = "a tar of images and .cls labels"
-            if part and _is_directory(part):
+            if os.path.isdir(part):
                 right = f"it is a directory; its shards are {part.rstrip('/')}/train-*.tar, say"
             raise ConfigError(key, pattern, f"no shard {part!r} ({right})")
         resolved.append((part, found))
     return resolved
 
 
-def _expanded(pattern: str) -> str:
-    if is_builtin(pattern):
-        return str(BUILTIN / pattern.removeprefix(_BUILTIN))
-    return pattern
-
-
 def _matches(part: str, key: str, pattern: str) -> list[str]:
     """The files one part without braces means; none if one of them is not there."""
     if part.startswith("pipe:"):
         return [part]
-    if is_remote(part):
-        return _remote_matches(part, key, pattern)
-    found = sorted(glob(part)) if has_magic(part) else [part]
-    return found if all(_is_file(path) for path in found) else []
-
-
-def _remote_matches(url: str, key: str, pattern: str) -> list[str]:
+    if not is_remote(part):
+        found = sorted(glob(part)) if has_magic(part) else [part]
+        return found if all(os.path.isfile(path) for path in found) else []
     try:
-        system, path = fsspec.core.url_to_fs(url)
+        system, path = fsspec.core.url_to_fs(part)
         if has_magic(path):
             return sorted(system.unstrip_protocol(found) for found in system.glob(path))
-        return [url] if system.exists(path) else []
+        return [part] if system.exists(path) else []
     except Exception as error:  # each protocol has its own: missing packages, hosts, credentials
         raise ConfigError(key, pattern, f"cannot be opened: {error}") from None
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return Path(path).is_file()
-    except OSError:  # a name that is too long, say
-        return False
-
-
-def _is_directory(path: str) -> bool:
-    try:
-        return Path(path).is_dir()
-    except OSError:
-        return False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,15 +113,11 @@ def _is_directory(path: str) -> bool:
 # and read from there, because training reads samples in an order of its own. With
 # `data.stage_dir` those of a shared file system are too, as file:// URLs.
 #
-# One process of a node copies a file, the others wait for its lock. A directory may be shared by
-# nodes that do not see each other's locks: then each writes a file of its own aside, and the last
-# to be renamed stays.
+# One process of a node copies a file, the others wait for its lock. Nodes that share a directory
+# may not see each other's locks: each writes a file of its own aside and renames it.
 
 _CHUNK = 1 << 20
-# Copies at a time: one stream seldom fills a network file system.
-_STREAMS = 4
-# Seconds after which a copy that another node began and does not write to will never be finished.
-_ABANDONED = 3600
+_STREAMS = 4  # copies at a time: one stream seldom fills a network file system
 
 
 def default_cache() -> Path:
@@ -166,12 +140,10 @@ def staged_path(shard: str, cache: Cache) -> Path:
     return cache.directory / hashlib.sha256(directory.encode()).hexdigest()[:16] / file
 
 
-def stage(
-    shard: str, cache: Cache, sha256: str | None = None, optional: bool = False
-) -> Path | None:
+def stage(shard: str, cache: Cache, sha256: str | None = None) -> Path:
     """Copy a remote file into the cache, once for all processes of the node.
 
-    sha256: what the copy must have. optional: None where the file does not exist.
+    sha256: what the copy must have. FileNotFoundError: there is no such file.
     """
     path = staged_path(shard, cache)
     try:
@@ -181,13 +153,9 @@ def stage(
         raise UserError(f"{where}: cannot be written: {error.strerror}") from None
     try:
         with _locked(path):
-            if not path.exists() or _is_outdated(shard, path):
+            if not is_staged(shard, cache):
                 _copy(shard, path, sha256)
-    except FileNotFoundError:
-        if optional:
-            return None
-        raise UserError(f"{shard}: no such file") from None
-    except UserError:
+    except (FileNotFoundError, UserError):
         raise
     except Exception as error:  # each protocol has its own
         raise UserError(f"{shard}: cannot be copied to {path.parent}: {error}") from None
@@ -196,26 +164,29 @@ def stage(
 
 def stage_all(shards: list[str], cache: Cache, digests: list[str | None]) -> list[Path]:
     """Several at a time; digests: the sha256 that each must have, if known."""
-    for directory in {staged_path(shard, cache).parent for shard in shards}:
-        _remove_abandoned(directory)
 
     def copied(shard: str, sha256: str | None) -> Path:
-        path = stage(shard, cache, sha256)
-        assert path is not None, "it is not optional"
-        return path
+        try:
+            return stage(shard, cache, sha256)
+        except FileNotFoundError:
+            raise UserError(f"{shard}: no such file") from None
 
     with ThreadPoolExecutor(_STREAMS) as pool:
         return list(pool.map(copied, shards, digests))
 
 
 def is_staged(shard: str, cache: Cache) -> bool:
-    """Whether a copy is there that would not be made again."""
+    """Whether a copy is there. Only of file:// shards it is known whether they changed since."""
     path = staged_path(shard, cache)
-    return path.exists() and not _is_outdated(shard, path)
+    if not path.exists() or not shard.startswith(FILE):
+        return path.exists()
+    now, then = os.stat(shard.removeprefix(FILE)), path.stat()
+    seconds = now.st_mtime_ns // 10**9 * 10**9  # all that some file systems keep of a time
+    return now.st_size == then.st_size and then.st_mtime_ns in (now.st_mtime_ns, seconds)
 
 
 def size_of(shard: str) -> int | None:
-    """The bytes of a remote shard; None where nobody tells: a pipe, some servers."""
+    """The bytes of a remote shard; None where they are unknown: a pipe, some servers."""
     if shard.startswith("pipe:"):
         return None
     try:
@@ -224,27 +195,6 @@ def size_of(shard: str) -> int | None:
     except Exception:  # each protocol has its own
         return None
     return None if size is None else int(size)
-
-
-def _remove_abandoned(directory: Path) -> None:
-    """What nodes that were killed left half done; our own node writes over its part."""
-    with suppress(OSError):
-        for path in directory.glob(f"*{PARTIAL}"):
-            if path.stat().st_mtime < time.time() - _ABANDONED:
-                path.unlink()
-
-
-def _is_outdated(shard: str, copy: Path) -> bool:
-    """Whether a file has changed since it was copied; of what is far away nobody knows."""
-    if not shard.startswith(FILE):
-        return False
-    now, then = os.stat(shard.removeprefix(FILE)), copy.stat()
-    return now.st_size != then.st_size or not _is_time_of(now.st_mtime_ns, then.st_mtime_ns)
-
-
-def _is_time_of(source: int, copy: int) -> bool:
-    """Whether a copy's time was set to its source's; some file systems keep whole seconds only."""
-    return any(copy == source // unit * unit for unit in (1, 100, 10**3, 10**6, 10**9))
 
 
 @contextmanager
@@ -256,7 +206,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _copy(shard: str, path: Path, sha256: str | None) -> None:
     digest = hashlib.sha256()
-    there = os.stat(shard.removeprefix(FILE)) if shard.startswith(FILE) else None
+    source_time = os.stat(shard.removeprefix(FILE)).st_mtime_ns if shard.startswith(FILE) else None
     with atomic_file(path, os.uname().nodename) as copy, _open_remote(shard) as source:
         while chunk := source.read(_CHUNK):
             digest.update(chunk)
@@ -266,15 +216,18 @@ def _copy(shard: str, path: Path, sha256: str | None) -> None:
                 f"{shard}: its sha256 is not that of its index: the shard is damaged, or the copy "
                 f"of the index in {path.parent} is old: then remove that directory"
             )
-    if there is not None:  # by which a change is noticed
-        os.utime(path, ns=(there.st_atime_ns, there.st_mtime_ns))
+    if source_time is not None:  # by which a change is noticed
+        os.utime(path, ns=(source_time, source_time))
 
 
-def _open_remote(shard: str) -> Any | BinaryIO:
+def _open_remote(shard: str) -> Any:
     if shard.startswith("pipe:"):
         return webdataset.gopen(shard, "rb")  # raises where the command fails
     return fsspec.open(shard, "rb").open()
 
+
+# --------------------------------------------------------------------------------------------------
+# Opened shards.
 
 _MEMORY = "/proc/self/fd/"
 _SAMPLED = 256  # images of a set that the fingerprint of shards without an index looks at
@@ -282,11 +235,10 @@ _SAMPLED = 256  # images of a set that the fingerprint of shards without an inde
 
 @dataclass(frozen=True)
 class Shard:
-    """name: as the user knows it. path: what is opened. sha256: as its index says.
+    """name: as the user knows it. path: what is opened. The rest is empty without an index:
 
-    recorded: what its records are known by, which is that of its index and their place in it.
-    index_stamp: what the file of its records is known by, which was found to be whole.
-    classes: the names of its labels, if its index has any.
+    sha256: of the shard. recorded: identifies its records, by the index and their place in it.
+    index_stamp: identifies the intact file of its records. classes: the names of its labels.
     """
 
     name: str
@@ -298,10 +250,6 @@ class Shard:
     index_stamp: str = ""
     classes: tuple[str, ...] = ()
 
-    @property
-    def in_memory(self) -> bool:
-        return self.path.startswith(_MEMORY)
-
 
 class Catalog:
     """Samples are numbered through all shards; `key` and `pattern` name the set in messages."""
@@ -309,8 +257,9 @@ class Catalog:
     def __init__(self, key: str, pattern: str, shards: list[Shard]) -> None:
         self.key, self.pattern, self.shards = key, pattern, shards
         self.starts = list(accumulate((len(shard.records) for shard in shards), initial=0))
-        unpacked = [int(s.path.removeprefix(_MEMORY)) for s in shards if s.in_memory]
-        weakref.finalize(self, _close_all, unpacked)
+        for shard in shards:
+            if shard.path.startswith(_MEMORY):
+                weakref.finalize(self, os.close, int(shard.path.removeprefix(_MEMORY)))
         if not len(self):
             raise ConfigError(key, pattern, "the shards hold no samples")
 
@@ -321,13 +270,14 @@ class Catalog:
     def image_bytes(self) -> int:
         return sum(int(shard.records["size"].sum()) for shard in self.shards)
 
-    def locate(self, sample: int) -> tuple[Shard, Record]:
+    def place_of(self, sample: int) -> tuple[Shard, int]:
+        """The shard of a sample, and its number there."""
         number = bisect_right(self.starts, sample) - 1
-        shard = self.shards[number]
-        return shard, Record(*shard.records[sample - self.starts[number]].item())
+        return self.shards[number], sample - self.starts[number]
 
-    def number_in_shard(self, sample: int) -> int:
-        return sample - self.starts[bisect_right(self.starts, sample) - 1]
+    def locate(self, sample: int) -> tuple[Shard, Record]:
+        shard, number = self.place_of(sample)
+        return shard, Record(*shard.records[number].item())
 
     def label_range(self) -> tuple[int, int]:
         labels = [s.records["label"] for s in self.shards if len(s.records)]
@@ -335,15 +285,15 @@ class Catalog:
 
     @property
     def class_names(self) -> set[tuple[str, ...]]:
-        """As the indexes have them; numbers that say nothing but the label are no names."""
-        told = {id(shard.classes): shard.classes for shard in self.shards}  # few, and long
+        """As the indexes have them; numbers that repeat the label are no names."""
+        found = {id(shard.classes): shard.classes for shard in self.shards}  # few, and long
         return {
-            names for names in told.values() if any(str(i) != name for i, name in enumerate(names))
+            names for names in found.values() if any(str(i) != name for i, name in enumerate(names))
         }
 
     @property
     def index_stamps(self) -> set[str]:
-        """Of the files of records that were found whole: `open_catalog` may be told of them."""
+        """Of the intact files of records, for `known` of `open_catalog`."""
         return {shard.index_stamp for shard in self.shards if shard.index_stamp}
 
     def fingerprint(self) -> str:
@@ -365,11 +315,6 @@ class Catalog:
         return digest.hexdigest()
 
 
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
 def open_catalog(
     pattern: str,
     key: str,
@@ -381,10 +326,10 @@ def open_catalog(
     """Open the shards of a pattern; `key` is the configuration key that it comes from.
 
     cache: where copies are kept, the user's own if None. copy_local: data.stage_dir: shards of this
-    machine's file systems are copied there like remote ones. known: stamps of files that were found
-    whole and are not hashed again.
+    machine's file systems are copied there like remote ones. known: stamps of files that are known
+    to be intact and are not hashed again.
     """
-    parts = resolve_parts(pattern, key)
+    parts = _resolve_parts(pattern, key)
     if copy_local and not is_builtin(pattern):
         parts = [(part, [as_url(name) for name in found]) for part, found in parts]
     names = [name for _, found in parts for name in found]
@@ -397,29 +342,24 @@ def open_catalog(
     for name in names:
         try:
             shard = indexed.get(name) or _open_alone(name, str(paths.get(name, name)), room)
-        except _TooLarge:
+        except MemoryError:
             right = f"takes more than data.memory_limit_gb = {memory_limit_gb:g}"
             right = f"{right}: compressed shards are kept unpacked"
             raise ConfigError(key, pattern, right) from None
         except OSError as error:
             raise UserError(f"{name}: cannot be read: {error.strerror}") from None
-        room -= shard.bytes if shard.in_memory else 0
+        room -= shard.bytes if shard.path.startswith(_MEMORY) else 0
         shards.append(shard)
     return Catalog(key, pattern, shards)
-
-
-class _TooLarge(Exception):
-    """A compressed shard has no room in memory."""
 
 
 def _indexed_shards(
     parts: list[tuple[str, list[str]]], cache: Cache, known: Set[str]
 ) -> dict[str, Shard]:
     """The shards that have an index beside them; what a wildcard would find must all be there."""
-    found: dict[str, Shard] = {}
     by_set: dict[tuple[str, str], list[str]] = {}
-    # By directory, the files that a wildcard which found something there means. (The whole pattern
-    # may be spelled otherwise than what it finds: //, memory:///.)
+    # By directory, the files that a pattern which found something there means. (The pattern may be
+    # spelled otherwise than what it finds: //, memory:///.)
     sought: dict[str, set[str]] = {}
     for part, names in parts:
         for name in names:
@@ -427,95 +367,79 @@ def _indexed_shards(
                 directory = os.path.dirname(name)
                 by_set.setdefault((directory, set_name(name)), []).append(name)
                 sought.setdefault(directory, set()).add(part.rpartition("/")[2])
+    found: dict[str, Shard] = {}
     for (directory, name), members in by_set.items():
-        if is_remote(members[0]):
-            opened = _staged_set(directory, name, members, cache)
-        else:
-            opened = _local_set(directory, name, members)
-        if opened is not None:
-            opened.require_all(directory, sought[directory])
-            found.update(opened.shards(known))
+        opened = _open_index(directory, name, members, cache)
+        if opened is None:
+            continue
+        json_path, npy_path, index, paths = opened
+        for entry in index.shards:
+            meant = any(fnmatch(entry.file, pattern) for pattern in sought[directory])
+            if meant and entry.file not in paths:
+                missing = os.path.join(directory, entry.file)
+                raise UserError(f"{missing}: is missing; {json_path.name} lists it")
+        found.update(_shards_of(json_path, npy_path, index, paths, known))
     return found
 
 
-def _local_set(directory: str, name: str, members: list[str]) -> "_OpenedIndex | None":
-    json_path, npy_path = index_paths(Path(directory), name)
-    if not json_path.exists():
-        return None
-    wanted = {Path(member).name: (member, member) for member in members}
-    return _OpenedIndex(json_path, npy_path, read_index(json_path, counts=False), wanted)
-
-
-def _staged_set(
+def _open_index(
     directory: str, name: str, members: list[str], cache: Cache
-) -> "_OpenedIndex | None":
-    """Index and shards of a remote set, copied into the cache."""
-    json_name, npy_name = (path.name for path in index_paths(Path(), name))
-    json_path = stage(f"{directory}/{json_name}", cache, optional=True)
-    if json_path is None:
-        return None
-    index = read_index(json_path, counts=False)
-    npy_path = stage(f"{directory}/{npy_name}", cache, index.records)
-    assert npy_path is not None
-    digests = {entry.file: entry.sha256 for entry in index.shards}
+) -> tuple[Path, Path, SetIndex, dict[str, tuple[str, str]]] | None:
+    """(both files of the index, the index, file → (name, path) of the members), None without an
+    index. A remote set is copied into the cache."""
+    json_path, npy_path = index_paths(Path(directory), name)
     files = [member.rpartition("/")[2] for member in members]
-    paths = stage_all(members, cache, [digests.get(file) for file in files])
-    local = {
-        file: (member, str(path)) for file, member, path in zip(files, members, paths, strict=True)
-    }
-    return _OpenedIndex(json_path, npy_path, index, local)
+    if not is_remote(directory):
+        if not json_path.exists():
+            return None
+        index, paths = read_index(json_path, counts=False), members
+    else:
+        try:
+            json_path = stage(f"{directory}/{json_path.name}", cache)
+        except FileNotFoundError:
+            return None
+        index = read_index(json_path, counts=False)
+        (npy_path,) = stage_all([f"{directory}/{npy_path.name}"], cache, [index.records])
+        digests = {entry.file: entry.sha256 for entry in index.shards}
+        copies = stage_all(members, cache, [digests.get(file) for file in files])
+        paths = [str(path) for path in copies]
+    places = zip(members, paths, strict=True)
+    return json_path, npy_path, index, dict(zip(files, places, strict=True))
 
 
-@dataclass(frozen=True)
-class _OpenedIndex:
-    """An index and the shards that are wanted of it: file → (name, path)."""
-
-    json_path: Path
-    npy_path: Path
-    index: SetIndex
-    wanted: dict[str, tuple[str, str]]
-
-    def require_all(self, directory: str, patterns: Set[str]) -> None:
-        """Shards that the index lists and a wildcard means, but that are not there, are missing."""
-        for entry in self.index.shards:
-            meant = any(fnmatch(entry.file, pattern) for pattern in patterns)
-            if meant and entry.file not in self.wanted:
-                name = os.path.join(directory, entry.file)
-                raise UserError(f"{name}: is missing; {self.json_path.name} lists it")
-
-    def shards(self, known: Set[str]) -> dict[str, Shard]:
-        """The files must be there with the index's sizes."""
-        index = self.index
-        records = map_records(self.npy_path, index.samples)
-        stamp, classes = self._require_whole_records(known), tuple(index.classes)
-        unknown = self.wanted.keys() - {entry.file for entry in index.shards}
-        if unknown:
-            raise UserError(f"{self.json_path}: does not know {min(unknown)}, which lies beside it")
-        shards, first = {}, 0
-        for entry in index.shards:
-            if entry.file in self.wanted:
-                name, path = self.wanted[entry.file]
-                size = os.stat(path).st_size
-                if size != entry.bytes:
-                    raise UserError(f"{name}: has {size} bytes, its index says {entry.bytes}")
-                own, recorded = records[first : first + entry.samples], f"{index.records} {first}"
-                shards[name] = Shard(name, path, own, size, entry.sha256, recorded, stamp, classes)
-            first += entry.samples
-        return shards
-
-    def _require_whole_records(self, known: Set[str]) -> str:
-        """The stamp of the records; they are those that the index was written with."""
-        stamp = file_stamp(self.npy_path, self.index.records)
-        if stamp not in known and file_sha256(self.npy_path) != self.index.records:
-            raise UserError(
-                f"{self.npy_path}: is not the file that {self.json_path.name} was written with; "
-                "python -m data_prep.index --force writes both anew"
-            )
-        return stamp
+def _shards_of(
+    json_path: Path,
+    npy_path: Path,
+    index: SetIndex,
+    paths: dict[str, tuple[str, str]],
+    known: Set[str],
+) -> dict[str, Shard]:
+    """The shards at `paths`; files and records must be those that the index was written with."""
+    unknown = paths.keys() - {entry.file for entry in index.shards}
+    if unknown:
+        raise UserError(f"{json_path}: does not know {min(unknown)}, which lies beside it")
+    records = map_records(npy_path, index.samples)
+    stamp, classes = file_stamp(npy_path, index.records), tuple(index.classes)
+    if stamp not in known and file_sha256(npy_path) != index.records:
+        raise UserError(
+            f"{npy_path}: is not the file that {json_path.name} was written with; "
+            "python -m data_prep.index --force writes both anew"
+        )
+    shards, first = {}, 0
+    for entry in index.shards:
+        if entry.file in paths:
+            name, path = paths[entry.file]
+            size = os.stat(path).st_size
+            if size != entry.bytes:
+                raise UserError(f"{name}: has {size} bytes, its index says {entry.bytes}")
+            own, recorded = records[first : first + entry.samples], f"{index.records} {first}"
+            shards[name] = Shard(name, path, own, size, entry.sha256, recorded, stamp, classes)
+        first += entry.samples
+    return shards
 
 
 def _open_alone(name: str, path: str, room: int) -> Shard:
-    """A shard without an index: its headers are read."""
+    """A shard without an index: its headers are read. MemoryError: unpacked it exceeds `room`."""
     if name.endswith(".beton"):
         return Shard(name, path, beton_records(Path(path)), os.stat(path).st_size)
     with open(path, "rb") as file:
@@ -532,15 +456,11 @@ def _unpacked(name: str, path: str, room: int) -> str:
     descriptor = os.memfd_create(Path(name).name)
     try:
         with gzip.open(path) as packed, open(descriptor, "wb", closefd=False) as unpacked:
-            while chunk := packed.read(1 << 20):
+            while chunk := packed.read(_CHUNK):
                 unpacked.write(chunk)
                 if unpacked.tell() > room:
-                    raise _TooLarge
-    except _TooLarge:
-        os.close(descriptor)
-        raise
+                    raise MemoryError
     except (OSError, EOFError, zlib.error) as error:
-        os.close(descriptor)
         raise UserError(f"{name}: is not a readable shard: {error}") from None
     return f"{_MEMORY}{descriptor}"
 
@@ -564,14 +484,10 @@ def stamp(shard: Shard) -> str:
     return file_stamp(shard.path, shard.sha256)
 
 
-def unchecked_shards(catalogs: Iterable[Catalog], known: frozenset[str]) -> list[Shard]:
+def unchecked_shards(catalogs: Iterable[Catalog], known: Set[str]) -> list[Shard]:
     """The shards with an index whose stamp is not among the known ones."""
-    return [
-        shard
-        for catalog in catalogs
-        for shard in catalog.shards
-        if shard.sha256 is not None and stamp(shard) not in known
-    ]
+    shards = [shard for catalog in catalogs for shard in catalog.shards]
+    return [shard for shard in shards if shard.sha256 is not None and stamp(shard) not in known]
 
 
 def check_shards(
@@ -588,7 +504,7 @@ def check_shards(
         if found != shard.sha256:
             raise UserError(
                 f"{shard.name}: its sha256 is not that of its index: the shard is damaged or was "
-                "exchanged; python -m data_prep.verify tells more, data.verify=false trains anyway"
+                "exchanged; python -m data_prep.verify shows more, data.verify=false trains anyway"
             )
         stamps.append(before)
     return stamps

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
-from lipnext_scale.config import ConfigError
 from lipnext_scale.data.augment import AugmentConfig
+from lipnext_scale.utils.config import ConfigError, changeable
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,28 @@ class DataConfig:
     # Test images: the short side becomes this, then the centre is cut out; 0: they have the size.
     test_resize: int = 0
     # Processes that read, decode and augment, for each rank; 0: the rank does it itself.
-    workers: int = 0
+    workers: int = changeable(0)
     # Batches that each worker makes ahead.
-    prefetch: int = 2
+    prefetch: int = changeable(2)
     # Samples read in one go, and samples that are shuffled together; data/order.py. 0: chosen.
     read_block: int = 0
     shuffle_window: int = 16384
     # A sample that cannot be used ends the run, or another one stands in; at most so many may.
-    on_bad_sample: Literal["fail", "substitute"] = "fail"
-    bad_sample_limit: int = 100
+    on_bad_sample: Literal["fail", "substitute"] = changeable("fail")
+    bad_sample_limit: int = changeable(100)
     # Compare the sha256 of every shard with its index before training.
-    verify: bool = True
+    verify: bool = changeable(True)
     # Where copies of remote shards are kept; empty: the user's cache directory.
-    cache_dir: str = ""
+    cache_dir: str = changeable("")
     # A directory of the node's own to which all shards are copied before training, local ones too;
     # empty: those are read where they are.
-    stage_dir: str = ""
+    stage_dir: str = changeable("")
     # What the compressed shards of a set may take in memory.
-    memory_limit_gb: float = 8.0
+    memory_limit_gb: float = changeable(8.0)
 
     def __post_init__(self) -> None:
         at_least = {"batch_size": 1, "prefetch": 1, "shuffle_window": 1, "bad_sample_limit": 1}
-        for key in ("workers", "read_block", "test_resize"):
-            at_least[key] = 0
-        for key, least in at_least.items():
+        for key, least in (at_least | {"workers": 0, "read_block": 0, "test_resize": 0}).items():
             if getattr(self, key) < least:
                 raise ConfigError(key, getattr(self, key), f"must be at least {least}")
         if self.memory_limit_gb <= 0:
@@ -77,33 +75,26 @@ class DataConfig:
         """(real, synthetic) samples of a batch."""
         if not self.synthetic.shards:
             return self.batch_size, 0
-        per_real = Fraction(self.synthetic.per_real).limit_denominator(1000)
-        if abs(float(per_real) - self.synthetic.per_real) > 1e-9:
-            right = "must be a whole number or a fraction with a denominator up to 1000"
-            raise ConfigError("synthetic.per_real", self.synthetic.per_real, right)
+        wanted = self.synthetic.per_real
+        per_real = Fraction(wanted).limit_denominator(1000)
+        if abs(float(per_real) - wanted) > 1e-9:
+            right = "must be an integer or a fraction with a denominator up to 1000"
+            raise ConfigError("synthetic.per_real", wanted, right)
         real = self.batch_size / (1 + per_real)
-        if real.denominator != 1 or real < 1:
+        if real.denominator != 1:
             least = (1 + per_real).numerator
-            raise ConfigError(
-                "batch_size",
-                self.batch_size,
-                f"must be a multiple of {least} with synthetic.per_real = {float(per_real):g}",
-            )
+            right = f"must be a multiple of {least} with synthetic.per_real = {wanted:g}"
+            raise ConfigError("batch_size", self.batch_size, right)
         return int(real), self.batch_size - int(real)
 
     def require_image_size(self, image_size: int) -> None:
-        """Together with the size that the model takes."""
-        for section, augment in (
-            ("data.augment", self.augment),
-            ("data.synthetic.augment", self.synthetic.augment),
-        ):
+        """The settings fit the size that the model takes."""
+        sections = {"data.augment": self.augment, "data.synthetic.augment": self.synthetic.augment}
+        for section, augment in sections.items():
             try:
                 augment.require_size(image_size)
             except ConfigError as error:
                 raise error.under(section) from None
         if 0 < self.test_resize < image_size:
-            raise ConfigError(
-                "data.test_resize",
-                self.test_resize,
-                f"must be at least model.image_size = {image_size}",
-            )
+            right = f"must be at least model.image_size = {image_size}"
+            raise ConfigError("data.test_resize", self.test_resize, right)

@@ -8,7 +8,6 @@ The records are mapped, not read: all processes of a node share one copy in the 
 memory does not grow with the set. An FFCV file set.beton has set.beton.index.json and .npy.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -22,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from webdataset.tariterators import group_by_keys
 
-from lipnext_scale.errors import UserError
-from lipnext_scale.files import atomic_file, write_atomically
+from lipnext_scale.utils.errors import UserError
+from lipnext_scale.utils.files import atomic_file, file_sha256, write_atomically
 
 FORMAT = "lipnext_scale shards 1"
-# Where the encoded image lies in its shard, its class, and what it is; a height, width or number of
-# channels of 0 is not known. KINDS says what `kind` means.
+# Where the encoded image lies in its shard, its class, and what it is (KINDS); a height, width or
+# number of channels of 0 is not known.
 RECORD = np.dtype(
     [
         ("offset", "<u8"),
@@ -56,9 +55,9 @@ class Record(NamedTuple):
 
 
 KINDS = {"jpeg": 1, "png": 2, "raw": 3}  # raw: uint8 pixels [height, width, channels]
+_NUMBERED = re.compile(r"^(?P<name>.+)-\d+\.tar$")
 # As it is written; in a name that looks like it every " has a backslash before it.
 _COUNTS = b'"class_counts": {'
-_NUMBERED = re.compile(r"^(?P<name>.+)-\d+\.tar$")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class SetIndex:
-    """All that index.json says. `records` is the sha256 of the .npy; `source` and `converter` are
+    """The content of index.json. `records` is the sha256 of the .npy; `source` and `converter` hold
     whatever the converter wants to remember: settings, versions, digests of what it read."""
 
     name: str
@@ -117,7 +116,7 @@ def write_index(
     json_path, npy_path = index_paths(directory, name)
     with atomic_file(npy_path) as file:
         np.save(file, records, allow_pickle=False)
-    digest = hashlib.sha256(npy_path.read_bytes()).hexdigest()
+    digest = file_sha256(npy_path)
     index = SetIndex(
         name, list(shards), list(classes), digest, source or {}, converter or {}, list(skipped)
     )
@@ -129,47 +128,30 @@ def write_index(
 def read_index(path: Path, counts: bool = True) -> SetIndex:
     """An index.json; a damaged one is refused by name.
 
-    counts: with class_counts. They are nearly all that a large index is, and take their time.
+    counts: with class_counts, which are nearly all of a large index and take their time.
     """
     try:
         content = path.read_bytes()
-        values = json.loads(content if counts else _without_counts(content))
+        if not counts:
+            before, *others = content.split(_COUNTS)
+            content = _COUNTS.join([before, *(other[other.index(b"}") :] for other in others)])
+        values = json.loads(content)
         values["shards"] = [ShardEntry(**shard) for shard in values["shards"]]
         index = SetIndex(**values)
-        sound = all(_is_sound(shard) for shard in index.shards) and (
-            isinstance(index.classes, list)
-            and isinstance(index.skipped, list)
-            and all(isinstance(entry, dict) for entry in index.skipped)
+        # A shard lies beside its index, nowhere else.
+        intact = isinstance(index.classes, list) and all(
+            shard.file == Path(shard.file).name and shard.samples >= 0 <= shard.bytes
+            for shard in index.shards
         )
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise _not_an_index(path) from None
-    if not sound:
-        raise _not_an_index(path)
+        intact = False
+    if not intact:
+        raise UserError(f"{path}: is not an index of shards; python -m data_prep.index writes one")
     if index.format != FORMAT:
         raise UserError(f"{path}: has the format {index.format!r}; this version reads {FORMAT!r}")
     return index
-
-
-def _without_counts(content: bytes) -> bytes:
-    """Each class_counts is empty. A regular expression took a third of a second for 25 MB."""
-    before, *others = content.split(_COUNTS)
-    return _COUNTS.join([before, *(other[other.index(b"}") :] for other in others)])
-
-
-def _is_sound(shard: ShardEntry) -> bool:
-    """The file lies beside its index, nowhere else."""
-    return (
-        shard.samples >= 0 <= shard.bytes
-        and shard.file == Path(shard.file).name
-        and isinstance(shard.sha256, str)
-        and isinstance(shard.class_counts, dict)
-    )
-
-
-def _not_an_index(path: Path) -> UserError:
-    return UserError(f"{path}: is not an index of shards; python -m data_prep.index writes one")
 
 
 def map_records(path: Path, samples: int) -> np.ndarray:
@@ -191,16 +173,11 @@ def map_records(path: Path, samples: int) -> np.ndarray:
 # Where the samples of a tar lie, found by walking its headers: for shards that have no index.
 #
 # Of the members only the short .cls files are read; images are stepped over, and all else (.json,
-# pickles, links, directories) is left alone. Nothing is ever extracted.
+# pickles, links, directories) is ignored. Nothing is ever extracted.
 
 # Suffix in lower case → kind; of several images in one sample the first of these is taken.
 IMAGE_KINDS = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg"}
-# Bytes. Long names and pax headers are shorter; one that claims more is not read into memory.
-LONGEST_HEADER = 1 << 20
-LONGEST_LABEL = 64
-LARGEST_IMAGE = 2**32 - 1  # what RECORD can say
-_META = "__"  # WebDataset's own members, __meta__ and __meta__/…, belong to no sample
-_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_LONGEST_LABEL = 64  # bytes
 
 
 def scan_tar(path: str | Path, name: str | None = None) -> tuple[np.ndarray, int]:
@@ -209,28 +186,32 @@ def scan_tar(path: str | Path, name: str | None = None) -> tuple[np.ndarray, int
     name: the shard's in messages, where the path is not what the user knows it by.
 
     A sample is what WebDataset takes for one: consecutive members with the same path up to the
-    first dot of the file name. A key that comes again after others is a sample of its own, as
-    there; a member given twice in one sample is refused, as there.
+    first dot of the file name.
     """
     name = name or str(path)
     records: list[Record] = []
     try:
-        with _HeaderFile(path) as file:
-            samples = group_by_keys(_members(file))
-            while (sample := _next_sample(samples, name)) is not None:
+        with open(path, "rb", buffering=0) as file:
+            for sample in group_by_keys(_members(file)):
                 records.append(_record(sample, file, name))
             return np.array(records, dtype=RECORD), os.fstat(file.fileno()).st_size
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{name}: cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # whatever tarfile makes of bytes that are no tar
+        reason = str(error.args[0] if error.args else error).split("\n")[0]
+        raise UserError(f"{name}: is not a readable shard: {reason}") from None
 
 
 def sample_key(path: str | Path, record: Record) -> str:
     """The key of a record's sample by the header before its image; "at byte N" where that header
-    does not tell: a name too long for it stands in another one, and an FFCV file has none."""
-    offset, unknown = record.offset, f"at byte {record.offset}"
+    lacks it: a name too long for it stands in another one, and an FFCV file has none."""
+    unknown = f"at byte {record.offset}"
     try:
         with open(path, "rb", buffering=0) as file:
-            block = os.pread(file.fileno(), tarfile.BLOCKSIZE, max(offset - tarfile.BLOCKSIZE, 0))
+            place = max(record.offset - tarfile.BLOCKSIZE, 0)
+            block = os.pread(file.fileno(), tarfile.BLOCKSIZE, place)
         entry = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except (OSError, tarfile.HeaderError):
         return unknown
@@ -239,26 +220,18 @@ def sample_key(path: str | Path, record: Record) -> str:
     if cut_off or "?" in entry.name or not entry.isreg() or entry.size != record.size:
         return unknown
     directory, slash, file_name = entry.name.rpartition("/")
-    return printable(directory + slash + file_name.split(".")[0])
+    return _printable(directory + slash + file_name.split(".")[0])
 
 
-def printable(name: str) -> str:
+def _printable(name: str) -> str:
     """A name from a tar as it can be shown in one line of any terminal."""
     return name if name.isprintable() else repr(name)
 
 
-class _HeaderFile(io.FileIO):
-    """A tar that lets only headers be read; all of the rest is out of reach of `tarfile`."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or not 0 <= size <= LONGEST_HEADER:
-            raise tarfile.ReadError(f"a header claims to be {size} bytes long")
-        return super().read(size) or b""
-
-
-def _members(file: _HeaderFile) -> Iterator[dict[str, Any]]:
+def _members(file: io.FileIO) -> Iterator[dict[str, Any]]:
     """The regular files of the tar as `group_by_keys` takes them; their data is their TarInfo."""
-    _refuse_compressed(file)
+    if os.pread(file.fileno(), 2, 0) == b"\x1f\x8b":
+        raise tarfile.ReadError("it is compressed; unpack it")
     with tarfile.open(fileobj=file, mode="r:") as tar:
         before = -1
         while (entry := tar.next()) is not None:
@@ -266,25 +239,15 @@ def _members(file: _HeaderFile) -> Iterator[dict[str, Any]]:
             if entry.size < 0 or entry.offset_data <= before:
                 raise tarfile.ReadError(f"the header at byte {entry.offset} is damaged")
             before = entry.offset_data
-            if entry.isreg() and not _is_meta(entry.name):
+            first = entry.name.split("/")[0]
+            own = len(first) >= 4 and first.startswith("__") and first.endswith("__")  # __meta__
+            if entry.isreg() and not own:
                 yield {"fname": entry.name, "data": entry, "__url__": file.name}
             tar.members = []  # type: ignore[attr-defined]  # else it remembers every entry
         _require_end(file, tar.offset)
 
 
-def _refuse_compressed(file: _HeaderFile) -> None:
-    start = os.pread(file.fileno(), 8, 0)
-    for magic, method in _PACKED.items():
-        if start.startswith(magic):
-            raise tarfile.ReadError(f"it is compressed by {method}; unpack it")
-
-
-def _is_meta(name: str) -> bool:
-    first = name.split("/")[0]
-    return len(first) >= 2 * len(_META) and first.startswith(_META) and first.endswith(_META)
-
-
-def _require_end(file: _HeaderFile, end: int) -> None:
+def _require_end(file: io.FileIO, end: int) -> None:
     """tarfile takes a cut or a damaged header between two files for the end. The end is two empty
     blocks, and nothing but zeros after them: a second tar there would be lost silently."""
     blocks = os.pread(file.fileno(), 2 * tarfile.BLOCKSIZE, end)
@@ -292,45 +255,28 @@ def _require_end(file: _HeaderFile, end: int) -> None:
         raise tarfile.ReadError(f"the header at byte {end} is damaged")
     if len(blocks) < 2 * tarfile.BLOCKSIZE:
         raise tarfile.ReadError(f"it is cut off at byte {end + len(blocks)}")
-    place = end + len(blocks)
-    while rest := os.pread(file.fileno(), LONGEST_HEADER, place):
+    file.seek(end)
+    while rest := file.read(1 << 20):
         if rest.strip(b"\0"):
             raise tarfile.ReadError(f"there is more after its end at byte {end}")
-        place += len(rest)
 
 
-def _next_sample(samples: Iterator[dict[str, Any]], shard: str) -> dict[str, Any] | None:
-    try:
-        return next(samples, None)
-    except Exception as error:  # whatever tarfile makes of bytes that are no tar
-        reason = str(error.args[0] if error.args else error).split("\n")[0]
-        raise UserError(f"{shard}: is not a readable shard: {reason}") from None
-
-
-def _record(sample: dict[str, Any], file: _HeaderFile, shard: str) -> Record:
-    name = f"{shard}: sample {printable(sample['__key__'])}"
+def _record(sample: dict[str, Any], file: io.FileIO, shard: str) -> Record:
+    name = f"{shard}: sample {_printable(sample['__key__'])}"
     suffix = next((suffix for suffix in IMAGE_KINDS if suffix in sample), None)
     if suffix is None or "cls" not in sample:
         raise UserError(f"{name} needs a .cls and an image ({', '.join(IMAGE_KINDS)})")
-    image: tarfile.TarInfo = sample[suffix]
-    for entry in (image, sample["cls"]):
-        if entry.issparse():
-            raise UserError(f"{name} has a sparse member, whose bytes do not lie together")
-    if image.size > LARGEST_IMAGE:
-        raise UserError(f"{name} has an image of {image.size} bytes; at most {LARGEST_IMAGE}")
-    label = _label(file, sample["cls"], name)
+    image, label = sample[suffix], _label(file, sample["cls"], name)
     return Record(image.offset_data, image.size, label, 0, 0, 0, KINDS[IMAGE_KINDS[suffix]], 0)
 
 
-def _label(file: _HeaderFile, entry: tarfile.TarInfo, name: str) -> int:
-    text = os.pread(file.fileno(), min(entry.size, LONGEST_LABEL + 1), entry.offset_data)
+def _label(file: io.FileIO, entry: tarfile.TarInfo, name: str) -> int:
+    text = os.pread(file.fileno(), min(entry.size, _LONGEST_LABEL), entry.offset_data)
     try:
-        label = int(text) if entry.size <= LONGEST_LABEL else None
+        label = int(text)
     except ValueError:
-        label = None
-    if label is None:
         shown = repr(text[:20])[1:] + ("…" if len(text) > 20 else "")
-        raise UserError(f"{name} cannot be decoded: its class is {shown}, not a number")
+        raise UserError(f"{name} cannot be decoded: its class is {shown}, not a number") from None
     if not -(2**31) <= label < 2**31:
         raise UserError(f"{name} has a class beyond 32 bits: {label}")
     return label
@@ -345,17 +291,15 @@ def _label(file: _HeaderFile, entry: tarfile.TarInfo, name: str) -> int:
 INSTALL = (
     "apt-get install libopencv-dev libturbojpeg0-dev pkg-config; pip install 'lipnext_scale[ffcv]'"
 )
-_KINDS = {0: KINDS["jpeg"], 1: KINDS["raw"]}  # by FFCV's own numbers, its IMAGE_MODES
+_FFCV_JPEG, _FFCV_RAW = 0, 1  # FFCV's own numbers, its IMAGE_MODES
 
 
 def require_ffcv(problem: str, way_out: str = "") -> None:
     """Refuse, and say how to install FFCV, where it cannot be imported."""
     try:
         import ffcv  # noqa: F401
-    except ImportError as error:
-        absent = isinstance(error, ModuleNotFoundError) and error.name == "ffcv"
-        reason = "" if absent else f" ({str(error).splitlines()[0]})"
-        raise UserError(f"{problem} needs FFCV{reason}: {INSTALL}{way_out}") from None
+    except ImportError:
+        raise UserError(f"{problem} needs FFCV: {INSTALL}{way_out}") from None
 
 
 def beton_records(path: Path) -> np.ndarray:
@@ -364,19 +308,26 @@ def beton_records(path: Path) -> np.ndarray:
         f"{path}: has no index and reading it",
         f"; or write its index where FFCV is installed: python -m data_prep.ffcv --index {path}",
     )
-    reader = _read(path)
+    reader = _open_beton(path)
     image, labels = _image_and_label(path, reader)
-    sizes = _sizes(path, reader, image["data_ptr"])
-    _require_sound(path, image, labels, sizes, int(reader.header["alloc_table_ptr"]))
+    # The bytes of each image, by FFCV's table of all that it allocated.
+    table = np.sort(reader.alloc_table, order="ptr")
+    rows = np.minimum(np.searchsorted(table["ptr"], image["data_ptr"]), len(table) - 1)
+    sizes = table["size"][rows]
+    known = table["ptr"][rows] == image["data_ptr"]
+    _require_sound(path, image, sizes, known, int(reader.header["alloc_table_ptr"]))
+    narrow = (-(2**31) <= labels) & (labels < 2**31)
+    if not narrow.all():
+        first = int(np.argmin(narrow))
+        raise UserError(f"{path}: sample {first} has a class beyond 32 bits: {labels[first]}")
     records = np.zeros(len(image), dtype=RECORD)
     records["offset"], records["size"], records["label"] = image["data_ptr"], sizes, labels
     records["height"], records["width"], records["channels"] = image["height"], image["width"], 3
-    for mode, kind in _KINDS.items():
-        records["kind"][image["mode"] == mode] = kind
+    records["kind"] = np.where(image["mode"] == _FFCV_RAW, KINDS["raw"], KINDS["jpeg"])
     return records
 
 
-def _read(path: Path) -> Any:
+def _open_beton(path: Path) -> Any:
     from ffcv.reader import Reader
 
     try:
@@ -389,7 +340,7 @@ def _read(path: Path) -> Any:
     end, page = int(reader.header["alloc_table_ptr"]), int(reader.page_size)
     if not 0 < int(reader.num_samples) == len(reader.metadata) or not len(reader.alloc_table):
         raise UserError(f"{path}: is damaged: it does not have the samples that it says")
-    if not 0 < end < size or page == 0 or end % page:  # its table follows whole pages
+    if not 0 < end < size or page == 0 or end % page:  # its table follows full pages
         raise UserError(f"{path}: is damaged: its last page is cut off")
     return reader
 
@@ -411,28 +362,14 @@ def _image_and_label(path: Path, reader: Any) -> tuple[np.ndarray, np.ndarray]:
     return column[RGBImageField], column[IntField]
 
 
-def _sizes(path: Path, reader: Any, places: np.ndarray) -> np.ndarray:
-    """The bytes of the images at `places`, by FFCV's table of all that it allocated."""
-    table = np.sort(reader.alloc_table, order="ptr")
-    rows = np.minimum(np.searchsorted(table["ptr"], places), len(table) - 1)
-    known = table["ptr"][rows] == places
-    if not known.all():
-        raise UserError(f"{path}: is damaged: sample {int(np.argmin(known))} is not in its table")
-    return table["size"][rows]
-
-
 def _require_sound(
-    path: Path, image: np.ndarray, labels: np.ndarray, sizes: np.ndarray, end: int
+    path: Path, image: np.ndarray, sizes: np.ndarray, known: np.ndarray, end: int
 ) -> None:
     """The images lie before the table at `end`, and raw ones have as many bytes as pixels."""
     pixels = image["height"].astype(np.uint64) * image["width"] * 3
     room = np.minimum(sizes, end)  # unsigned numbers have no sums that are too large
     inside = (0 < sizes) & (sizes < 2**32) & (sizes == room) & (image["data_ptr"] <= end - room)
-    whole = np.where(image["mode"] == 1, sizes == pixels, (image["mode"] == 0) & (pixels > 0))
-    sound = inside & whole
+    raw, jpeg = image["mode"] == _FFCV_RAW, image["mode"] == _FFCV_JPEG
+    sound = known & inside & np.where(raw, sizes == pixels, jpeg & (pixels > 0))
     if not sound.all():
         raise UserError(f"{path}: is damaged: sample {int(np.argmin(sound))} is no image")
-    narrow = (-(2**31) <= labels) & (labels < 2**31)
-    if not narrow.all():
-        first = int(np.argmin(narrow))
-        raise UserError(f"{path}: sample {first} has a class beyond 32 bits: {labels[first]}")

@@ -1,4 +1,4 @@
-"""The order of an epoch: a pure function of (seed, epoch, step), whatever reads it.
+"""The order of an epoch: a pure function of (seed, epoch, step).
 
 Training wants a random order, disks want long reads. The scheme has both:
 
@@ -16,7 +16,6 @@ With blocks of one sample it is a uniform permutation. What does not fill a batc
 `batch_size` samples at the sequence's end, is left out of that epoch: other ones in every epoch.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -24,9 +23,8 @@ import numpy as np
 # --------------------------------------------------------------------------------------------------
 # Random bits without a generator: a function of (seed, epoch, sample, stream) alone.
 #
-# So neither the number of ranks or workers nor what was drawn before changes what a sample gets,
-# and a run that is continued draws the same. Of our own, so that no library's new version changes
-# it.
+# So neither the number of ranks or workers nor what was drawn before changes what a sample gets.
+# Of our own, so that no library's new version changes it.
 
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -50,7 +48,7 @@ def sample_bits(seed: int, epoch: int, ids: np.ndarray, stream: int | np.ndarray
 
 
 def below(bits: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
-    """Uniform whole numbers in [0, limit) from 64 random bits each; limit < 2³²."""
+    """Uniform integers in [0, limit) from 64 random bits each; limit < 2³²."""
     product = (bits >> _HALF) * np.asarray(limit, dtype=np.uint64)
     return (product >> _HALF).astype(np.int64)
 
@@ -67,35 +65,29 @@ def uniform(bits: np.ndarray) -> np.ndarray:
 
 MAX_LANES = 64
 BLOCK_BYTES = 4 << 20
-# Sets below this are soon in the page cache whole: the order of reading does not matter.
+# Sets below this are soon in the page cache: the order of reading does not matter.
 SMALL_SET_BYTES = 1 << 30
 _BLOCKS, _WINDOWS, _FIRST = 101, 102, 103  # streams of random bits
 
 
-@dataclass(frozen=True)
-class OrderConfig:
-    """block: samples read in one go. window: samples in the windows of all lanes together."""
-
-    batch_size: int
-    block: int = 1
-    window: int = 1 << 14
-
-
 class Order:
-    """shard_samples: how many samples each shard holds; samples are numbered through all shards."""
+    """shard_samples: how many samples each shard holds; samples are numbered through all shards.
+    block: samples read in one go. window: samples in the windows of all lanes together."""
 
-    def __init__(self, shard_samples: list[int], config: OrderConfig, seed: int) -> None:
+    def __init__(
+        self, shard_samples: list[int], batch_size: int, block: int, window: int, seed: int
+    ) -> None:
         self.samples = sum(shard_samples)
-        self.batch_size, self._seed = config.batch_size, seed
-        self.steps_per_epoch = self.samples // config.batch_size
+        self.batch_size, self._seed = batch_size, seed
+        self.steps_per_epoch = self.samples // batch_size
         assert self.steps_per_epoch, "there is a batch"
-        self.lanes = largest_divisor(config.batch_size, MAX_LANES)
-        self._per_step = config.batch_size // self.lanes
+        # The largest number that divides the batch.
+        self.lanes = max(n for n in range(1, MAX_LANES + 1) if batch_size % n == 0)
+        self._per_step = batch_size // self.lanes
         self._lane_length = self.steps_per_epoch * self._per_step
-        # Whole steps, so that a step never looks into two windows of a lane.
-        steps = max(1, config.window // config.batch_size)
-        self.steps_per_window = min(steps, self.steps_per_epoch)
-        self._block_starts, self._block_lengths = cut_into_blocks(shard_samples, config.block)
+        # Full steps, so that a step never looks into two windows of a lane.
+        self.steps_per_window = min(max(1, window // batch_size), self.steps_per_epoch)
+        self._block_starts, self._block_lengths = cut_into_blocks(shard_samples, block)
         self._sequence = lru_cache(maxsize=2)(self._epoch_sequence)
         self._shuffled = lru_cache(maxsize=2)(self._window_permutations)
 
@@ -166,7 +158,3 @@ def choose_block(samples: int, total_bytes: int) -> int:
     if total_bytes < SMALL_SET_BYTES:
         return 1
     return max(1, round(BLOCK_BYTES * samples / total_bytes))
-
-
-def largest_divisor(number: int, limit: int) -> int:
-    return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)

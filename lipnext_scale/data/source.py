@@ -4,19 +4,15 @@ import os
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import numpy as np
 
-from lipnext_scale.config import ConfigError
-from lipnext_scale.data.augment import AugmentConfig, AugmentParams, augment, draw_chances
+from lipnext_scale.data.augment import AugmentConfig, AugmentParams, augment, draw_params
 from lipnext_scale.data.catalog import Catalog, Shard
-from lipnext_scale.data.decode import BadSample, Scratch, channels_of, decode
+from lipnext_scale.data.decode import BadSample, channels_of, decode
 from lipnext_scale.data.index import Record, sample_key
-from lipnext_scale.data.order import Order, OrderConfig, below, choose_block, sample_bits
-
-# --------------------------------------------------------------------------------------------------
-# Reading samples of a catalog, in any order, by any number of processes at once.
+from lipnext_scale.data.order import Order, below, choose_block, sample_bits
+from lipnext_scale.utils.config import ConfigError
 
 # Far fewer than a process may have open, and enough for the shards of a batch.
 MAX_OPEN = 128
@@ -25,16 +21,15 @@ _ADVICE = 1 << 19
 
 
 class SampleStore:
-    """Positioned reads only: no file has a place that two readers could move.
+    """Reads samples of a catalog, in any order. Positioned reads only: processes that were forked
+    share descriptors, and do not disturb each other.
 
-    Each process opens its own descriptors. Nothing is buffered here: what was read ahead is in the
-    page cache, which all processes of a node share.
+    Nothing is buffered here: what was read ahead is in the page cache of the node.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._open: OrderedDict[str, int] = OrderedDict()
-        self._owner = os.getpid()
 
     def read(self, sample: int) -> tuple[bytes, Record]:
         """The encoded image of a sample and its record."""
@@ -53,47 +48,43 @@ class SampleStore:
         record: Record,
         channels: int,
         at_least: int = 0,
-        scratch: Scratch | None = None,
+        scratch: np.ndarray | None = None,
     ) -> np.ndarray:
         shape = (record.height, record.width, record.channels)
         return decode(encoded, record.kind, channels, shape, at_least, scratch)
 
-    def channels(self, sample: int) -> int:
-        """1 for greyscale, 3 for colour, as stored."""
+    def stored_shape(self, sample: int) -> tuple[int, int, int]:
+        """(channels, height, width) of an image as it is stored."""
         encoded, record = self.read(sample)
-        return channels_of(encoded, record.kind, record.channels)
+        channels = channels_of(encoded, record.kind, record.channels)
+        height, width, channels = self.decode(encoded, record, channels).shape
+        return channels, height, width
 
     def key(self, sample: int) -> str:
         """The key of a sample in its shard; in an FFCV file, which has none, its number."""
-        shard, record = self.catalog.locate(sample)
+        shard, number = self.catalog.place_of(sample)
         if shard.name.endswith(".beton"):
-            return str(self.catalog.number_in_shard(sample))
-        return sample_key(shard.path, record)
+            return str(number)
+        return sample_key(shard.path, self.catalog.locate(sample)[1])
 
     def name(self, sample: int) -> str:
         """The shard and the key of a sample, for messages."""
-        return f"{self.catalog.locate(sample)[0].name}: sample {self.key(sample)}"
+        return f"{self.catalog.place_of(sample)[0].name}: sample {self.key(sample)}"
 
     def will_need(self, first: int, last: int) -> None:
-        """Ask the kernel to read samples first..last into its cache; reading tells what fails."""
+        """Ask the kernel to read samples first..last into its cache; errors show in reading."""
         while first <= last:
-            shard, _ = self.catalog.locate(first)
-            start = self.catalog.number_in_shard(first)
+            shard, start = self.catalog.place_of(first)
             records = shard.records[start : start + last - first + 1]
             with suppress(OSError):
                 for begin, end in _consecutive(records):
-                    self._advise(shard, begin, end)
+                    for place in range(begin, end, _ADVICE):
+                        length = min(_ADVICE, end - place)
+                        descriptor = self._descriptor(shard)
+                        os.posix_fadvise(descriptor, place, length, os.POSIX_FADV_WILLNEED)
             first += len(records)
 
-    def _advise(self, shard: Shard, start: int, stop: int) -> None:
-        descriptor = self._descriptor(shard)
-        for place in range(start, stop, _ADVICE):
-            length = min(_ADVICE, stop - place)
-            os.posix_fadvise(descriptor, place, length, os.POSIX_FADV_WILLNEED)
-
     def _descriptor(self, shard: Shard) -> int:
-        if self._owner != os.getpid():  # forked: those of the parent are its own to close
-            self._open, self._owner = OrderedDict(), os.getpid()
         descriptor = self._open.pop(shard.path, None)
         if descriptor is None:
             descriptor = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -103,13 +94,11 @@ class SampleStore:
         return descriptor
 
     def close(self) -> None:
-        if self._owner == os.getpid():
-            for descriptor in self._open.values():
-                os.close(descriptor)
-        self._open.clear()
+        while self._open:
+            os.close(self._open.popitem()[1])
 
     def __del__(self) -> None:
-        self.close()  # descriptors are numbers, which nobody else would give back
+        self.close()
 
 
 def _consecutive(records: np.ndarray) -> list[tuple[int, int]]:
@@ -128,22 +117,6 @@ def _consecutive(records: np.ndarray) -> list[tuple[int, int]]:
 
 _SUBSTITUTE_STREAMS = 200  # first of the streams of random bits that choose them
 SUBSTITUTES = 20  # tried for a bad sample
-
-
-@dataclass
-class Stages:
-    """Seconds that one process spent in each stage, and images that went through."""
-
-    read: float = 0.0
-    decode: float = 0.0
-    augment: float = 0.0
-    images: int = 0
-
-    def add(self, other: "Stages") -> None:
-        self.read += other.read
-        self.decode += other.decode
-        self.augment += other.augment
-        self.images += other.images
 
 
 @dataclass(frozen=True)
@@ -180,89 +153,76 @@ class Source:
     def __init__(self, catalog: Catalog, options: SourceOptions) -> None:
         self.catalog, self.options = catalog, options
         self.store = SampleStore(catalog)
-        self._scratch = Scratch()
+        self._scratch = np.empty(1 << 22, dtype=np.uint8)
         if len(catalog) < options.batch_size:
-            raise ConfigError(
-                catalog.key,
-                catalog.pattern,
-                f"has {len(catalog)} samples, fewer than the {options.batch_size} that a batch "
-                "takes of them; lower data.batch_size",
-            )
+            few = f"has {len(catalog)} samples, fewer than the {options.batch_size} that a batch"
+            right = f"{few} takes of them; lower data.batch_size"
+            raise ConfigError(catalog.key, catalog.pattern, right)
         block = options.read_block or choose_block(len(catalog), catalog.image_bytes)
         # Where samples are read one by one there is nothing to read ahead.
         self._reads_ahead = block > 1
-        self.order = Order(
-            [len(shard.records) for shard in catalog.shards],
-            OrderConfig(options.batch_size, block, options.window),
-            options.seed,
-        )
+        samples = [len(shard.records) for shard in catalog.shards]
+        self.order = Order(samples, options.batch_size, block, options.window, options.seed)
 
     def place_of(self, step: int) -> tuple[int, int]:
         """(epoch of this source, step in it) of a step counted from the beginning."""
         return divmod(step, self.order.steps_per_epoch)
 
     def fill(
-        self, epoch: int, ids: np.ndarray, out: np.ndarray, places: list[int], stages: Stages
-    ) -> tuple[np.ndarray, list[BadReport]]:
+        self, epoch: int, ids: np.ndarray, out: np.ndarray, places: list[int]
+    ) -> tuple[list[int], list[BadReport]]:
         """Write the images of the samples into the places of out; their labels, and what was bad.
 
         A bad sample is replaced if the options say so.
         """
-        options = self.options
+        drawn = draw_params(self.options.augment, self.options.seed, epoch, ids)
+        labels: list[int] = []
         bad: list[BadReport] = []
-        chances = draw_chances(options.augment, options.seed, epoch, ids)
-        labels = np.empty(len(ids), dtype=np.int64)
-        for index, sample in enumerate(ids.tolist()):
+        for sample, place, params in zip(ids.tolist(), places, drawn, strict=True):
             try:
-                labels[index] = self._make(sample, chances, index, out[places[index]], stages)
+                labels.append(self.make(sample, params, out[place]))
             except BadSample as reason:
-                place = out[places[index]]
-                label = self._substitute(epoch, sample, chances, index, place, bad, stages)
-                bad.append(self._report(sample, reason, replaced=label is not None))
-                labels[index] = label or 0
-        stages.images += len(ids)
+                found = self._substitute(epoch, sample, reason, params, out[place])
+                labels.append(found[0])
+                bad += found[1]
         return labels, bad
 
-    def _make(
-        self, sample: int, chances: AugmentParams, index: int, out: np.ndarray, stages: Stages
-    ) -> int:
+    def make(self, sample: int, params: AugmentParams, out: np.ndarray) -> int:
         """One image, read, decoded and augmented; its label."""
-        options, began = self.options, perf_counter()
         encoded, record = self.store.read(sample)
-        read = perf_counter()
-        at_least = options.augment.resize[1]
-        image = self.store.decode(encoded, record, options.channels, at_least, self._scratch)
-        decoded = perf_counter()
-        augment(image, options.augment, chances, index, out)
-        stages.read += read - began
-        stages.decode += decoded - read
-        stages.augment += perf_counter() - decoded
+        augment(self.decode(encoded, record), self.options.augment, params, out)
         return record.label
 
-    def _report(self, sample: int, reason: BadSample, replaced: bool) -> BadReport:
-        return BadReport(self.catalog.key, sample, self.store.name(sample), str(reason), replaced)
+    def decode(self, encoded: bytes, record: Record) -> np.ndarray:
+        """As large as augmentation needs it; it lasts until the next image is decoded."""
+        options = self.options
+        at_least = options.augment.resize[1]
+        return self.store.decode(encoded, record, options.channels, at_least, self._scratch)
 
     def _substitute(
         self,
         epoch: int,
         sample: int,
-        chances: AugmentParams,
-        index: int,
+        reason: BadSample,
+        params: AugmentParams,
         out: np.ndarray,
-        bad: list[BadReport],
-        stages: Stages,
-    ) -> int | None:
-        """Another sample in the place of a bad one, always the same, whoever asks; its label."""
-        for attempt in range(SUBSTITUTES if self.options.substitute else 0):
-            bits = sample_bits(
-                self.options.seed, epoch, np.array([sample]), _SUBSTITUTE_STREAMS + attempt
-            )
+    ) -> tuple[int, list[BadReport]]:
+        """The label of another sample in the place of a bad one, the same on every rank and worker;
+        and all that were bad."""
+        failed, label, options = [(sample, reason)], None, self.options
+        for attempt in range(SUBSTITUTES if options.substitute else 0):
+            stream = _SUBSTITUTE_STREAMS + attempt
+            bits = sample_bits(options.seed, epoch, np.array([sample]), stream)
             other = int(below(bits, len(self.catalog))[0])
             try:
-                return self._make(other, chances, index, out, stages)
-            except BadSample as reason:
-                bad.append(self._report(other, reason, replaced=True))
-        return None
+                label = self.make(other, params, out)
+                break
+            except BadSample as another:
+                failed.append((other, another))
+        return label or 0, [
+            BadReport(self.catalog.key, bad, self.store.name(bad), str(why), label is not None)
+            for bad, why in failed
+        ]
 
     def read_ahead(self, epoch: int, window: int, lanes: range) -> None:
         """Have the kernel read what a window of these lanes needs."""

@@ -50,7 +50,7 @@ def random_orthogonal(
 ) -> Tensor:
     """A matrix uniform on O(d): QR of a Gaussian, with signs that make QR unique (Haar measure).
 
-    The Gaussian is drawn on the CPU whatever the device, so that a seed means the same everywhere.
+    The Gaussian is drawn on the CPU for every device, so that a seed means the same everywhere.
     """
     gaussian = torch.randn(dimension, dimension, generator=generator, dtype=dtype, device="cpu")
     q, r = torch.linalg.qr(gaussian.to(device))

@@ -1,4 +1,4 @@
-"""The network. Knows nothing of processes: `lipnext_scale.parallel` shards it from outside."""
+"""The network. Knows nothing of processes: `lipnext_scale.distributed` shards it from outside."""
 
 from lipnext_scale.models.blocks import BlockSpec, block_reference, group_reference
 from lipnext_scale.models.fused import fused_group

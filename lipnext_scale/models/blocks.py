@@ -39,7 +39,8 @@ def spatial_shift(x: Tensor, part: int, padding: str) -> Tensor:
         return x
     still, *moving = x.split([x.shape[-1] - 4 * part, *[part] * 4], dim=-1)
     moved = [
-        _roll(piece, dim, step, padding) for piece, (dim, step) in zip(moving, SHIFTS, strict=True)
+        _roll(channels, dim, step, padding)
+        for channels, (dim, step) in zip(moving, SHIFTS, strict=True)
     ]
     return torch.cat([still, *moved], dim=-1)
 

@@ -28,7 +28,7 @@ def fused_group(
     """`group_reference`, fast.
 
     keep_products: keep every M·Rᵀ for the backward pass; else multiply again there. What is kept is
-    half as large as the weights, whole, so not for weights that are freed in between.
+    half as large as the weights, unsharded: not for weights that are freed in between.
     """
     weights = (matrices,) if isinstance(matrices, Tensor) else tuple(matrices)
     keep = Keep(torch.is_grad_enabled(), keep_products)
@@ -157,10 +157,10 @@ def _shift_(x: Tensor, spec: BlockSpec, backward: bool) -> None:
     first = x.shape[-1] - 4 * part
     for index, (dim, step) in enumerate(SHIFTS):
         step = -step if backward else step
-        piece = x[..., first + index * part : first + (index + 1) * part]
-        piece.copy_(torch.roll(piece, step, dim))
+        channels = x[..., first + index * part : first + (index + 1) * part]
+        channels.copy_(torch.roll(channels, step, dim))
         if spec.padding == "zero":
-            piece.select(dim, 0 if step > 0 else -1).zero_()
+            channels.select(dim, 0 if step > 0 else -1).zero_()
 
 
 def _activate_(z: Tensor, spec: BlockSpec) -> Tensor:

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lipnext_scale.config import ConfigError
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.models import blocks
 from lipnext_scale.models.blocks import BlockSpec, Matrices, group_reference
 from lipnext_scale.models.fused import fused_group, layer_matrices
+from lipnext_scale.utils.config import ConfigError, changeable
 
 # --------------------------------------------------------------------------------------------------
 # A group of LipNeXt blocks: the unit of sharding, compiling and recomputing.
@@ -49,7 +49,7 @@ class BlockGroup(nn.Module):
         self.pos = nn.Parameter(torch.empty(count, *tokens, 1)) if has_pos else None
         # Set from outside: recompute the activations in the backward pass instead of keeping them;
         # keep every M·Rᵀ until then (`fused_group`); compute in another type than the parameters
-        # have (FSDP casts by itself and needs it not).
+        # have (FSDP casts by itself and does not need it).
         self.recompute = False
         self.keep_products = True
         self.compute_dtype: torch.dtype | None = None
@@ -129,7 +129,7 @@ class LipNeXtConfig:
     beta: float = 0.75
     parametrisation: Literal["product", "merged"] = "product"
     # Blocks in a group, the unit of sharding. 0: the engine chooses; without one, all in one.
-    blocks_per_bank: int = 0
+    blocks_per_bank: int = changeable(0)
 
     def __post_init__(self) -> None:
         for key in ("depth", "width", "image_size", "patch_size", "in_channels"):
@@ -205,7 +205,7 @@ class Head(nn.Module):
         self.bias.zero_()
 
     def initial_weight(self, seed: int) -> Tensor:
-        """On the CPU whatever the default device, as `random_orthogonal`."""
+        """Always drawn on the CPU, as `random_orthogonal`."""
         generator = torch.Generator().manual_seed((seed * 1_000_003 + 999_983) % 2**63)
         return torch.randn(self.shape, generator=generator, device="cpu")
 
@@ -287,12 +287,12 @@ class LipNeXt(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# Stable names: what a weight is called whatever the grouping and the layout of the parameters.
+# Stable names of weights, the same for every grouping and layout of the parameters.
 #
 #     blocks.{i}.R, blocks.{i}.M (product) or blocks.{i}.W (merged), blocks.{i}.bias,
-#     blocks.{i}.pos,#     head.weight, head.bias
+#     blocks.{i}.pos, head.weight, head.bias
 #
-# Exports and checkpoints speak of these alone, so they fit every grouping, layout and world size.
+# Exports and checkpoints use only these, so they fit every grouping, layout and world size.
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,9 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
         return loss
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
-        """What torch's NAdam then updates element by element: this rank's part of everything.
+        """Give torch's NAdam this rank's local tensors, which it updates element by element.
 
-        On DTensors each of its dozen operations would look for a sharding strategy, which takes
+        On DTensors each of its dozen operations would look up a sharding strategy, which takes
         longer than the arithmetic on biases.
         """
         has_complex = super()._init_group(group, *lists)
@@ -112,7 +112,7 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
 
     @torch.no_grad()
     def initialise_state(self) -> None:
-        """Make the state that the first step would make: something to load a checkpoint into."""
+        """Create the state of the first step: something to load a checkpoint into."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]

@@ -77,7 +77,7 @@ def direction_of(
     out: Tensor | None = None,
     workspace: manifold.Workspace | None = None,
 ) -> Tensor:
-    """Δ of the moments as they are: also after a step, of which it tells what was done."""
+    """Δ of the moments as they are; after a step, the Δ of that step."""
     correction1, correction2 = (1 - beta**step if bias_correction else 1.0 for beta in betas)
     # -η·(m/c1) / (√(v/c2) + ε) = m / ((√v + ε√c2) · c1/(-η√c2))
     scratch = None if workspace is None else workspace.like("tail", exp_avg_sq)
@@ -171,7 +171,7 @@ class ManifoldAdam(SlowWeights):
         return loss
 
     def _require_usable_gradients(self) -> None:
-        """FloatingPointError while moments, buffers and weights are still those of before."""
+        """Raise FloatingPointError before moments, buffers and weights change."""
         names: list[str] = []
         largest: list[Tensor] = []
         limits: list[float] = []
@@ -239,13 +239,13 @@ class ManifoldAdam(SlowWeights):
 
     @torch.no_grad()
     def initialise_state(self) -> None:
-        """Make the state that the first step would make: something to load a checkpoint into."""
+        """Create the state of the first step: something to load a checkpoint into."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._state(group, parameter)
 
     def set_step(self, step: int) -> None:
-        """Say how many steps the state has seen, after it was loaded from a checkpoint."""
+        """Set how many steps the state has seen, after it was loaded from a checkpoint."""
         for state in self.state.values():
             state["step"].fill_(step)
 
@@ -339,13 +339,13 @@ def _check_on_manifold(name: str, parameter: Tensor) -> None:
         raise ValueError(
             f"{name} is {parameter.dtype}: ManifoldAdam keeps its matrices in float32 or float64"
         )
-    if not parameter.is_meta:  # else there is nothing to look at yet
+    if not parameter.is_meta:  # a meta tensor has no values yet
         require_orthogonal(name, parameter)
 
 
 @torch.no_grad()
 def require_orthogonal(name: str, matrices: Tensor) -> None:
-    """A ValueError for a matrix or bank that is no start for Manifold Adam."""
+    """Raise ValueError for a matrix or bank that Manifold Adam cannot start from."""
     stack = as_stack(matrices)
     worst = max(
         (manifold.orthogonality_error(stack[part]).max().item() for part in chunks(stack)),
@@ -376,7 +376,7 @@ def manifold_adam_reference(
     m, buffer = torch.zeros_like(x), torch.zeros_like(x)
     v = torch.full_like(x, 1 / x.shape[-1] if second_moment_init == "paper" else 0)
     for t, gradient in enumerate(gradients, start=1):
-        # Skew but for round-off, which Adam would make as large as the rest: so it is cut off.
+        # Skew but for round-off, which Adam would make as large as the rest: so it is removed.
         a = manifold.skew(manifold.lie_gradient_reference(x, gradient))
         m = betas[0] * m + (1 - betas[0]) * a
         v = betas[1] * v + (1 - betas[1]) * a * a

@@ -8,10 +8,10 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from lipnext_scale.config import ConfigError
 from lipnext_scale.models import BlockGroup
 from lipnext_scale.optim.lookahead_nadam import LookaheadNAdam
 from lipnext_scale.optim.manifold_adam import ManifoldAdam
+from lipnext_scale.utils.config import ConfigError
 
 # --------------------------------------------------------------------------------------------------
 # The learning rate as a pure function of the step.
@@ -73,7 +73,7 @@ class OptimConfig:
 
 
 class ManifoldOptimizer(Protocol):
-    """What is asked of ManifoldAdam, or of what does its work for sharded rows."""
+    """The interface of ManifoldAdam and of its counterpart for sharded rows."""
 
     param_groups: list[dict[str, Any]]
 
@@ -146,7 +146,7 @@ class Optimizers:
     def retract(self) -> None:
         """At an epoch's end: matrices back onto O(d), and all slow weights jump to the fast ones.
 
-        Algorithm 2 says so of the matrices. The other parameters follow, so that the slow weights
+        Algorithm 2 does so with the matrices. The other parameters follow, so that the slow weights
         are always one network that the training has seen, not parts of two.
         """
         self.manifold.retract()
@@ -161,14 +161,14 @@ class Optimizers:
             yield
 
     def initialise_state(self) -> None:
-        """Make all state that the first step would make: something to load a checkpoint into."""
+        """Create all state of the first step: something to load a checkpoint into."""
         self.manifold.initialise_state()
         self.euclidean.initialise_state()
 
     def counters(self) -> dict[str, float]:
-        """What the state has beside tensors: NAdam's running product, the same for every parameter.
+        """The state beside tensors: NAdam's running product, the same for every parameter.
 
-        The number of steps is the run's own.
+        The run itself counts the steps.
         """
         products = {float(state["mu_product"]) for state in self.euclidean.state.values()}
         assert len(products) <= 1, "all parameters take their steps together"

@@ -1,4 +1,4 @@
-"""`python -m lipnext_scale.attack`: what it writes, what it finds, what it refuses."""
+"""`python -m lipnext_scale.attack`: what it writes, finds and refuses."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,10 @@ from sets_making import write_set
 from shard_making import noise
 from tight_models import broken_model
 
-from lipnext_scale.attack.__main__ import main
-from lipnext_scale.certify import load_model
-from lipnext_scale.weights import save_export
+from lipnext_scale.attack import main
+from lipnext_scale.certification import load_model
+from lipnext_scale.certify import main as certify
+from lipnext_scale.checkpoint.exports import save_export
 
 # The sample that the broken model was made for.
 WEAK = 3
@@ -41,14 +42,14 @@ def test_a_broken_model_is_caught_with_k_assumed_to_be_one(
     said = capsys.readouterr()
     assert "NO CERTIFICATE: K = 1 is assumed" in said.out
     failure = said.err.strip().splitlines()[-1]
-    assert failure.startswith("failed: ") and "test-000000.tar: sample 000003" in failure
-    told = json.loads((tmp_path / "attack.json").read_text())
-    assert told["lipschitz_assumed"] and told["lipschitz_bound"] == 1.0
-    first = told["violations"][0]
-    assert first["sample"] == WEAK and first["name"].endswith("test-000000.tar: sample 000003")
+    assert failure.startswith("failed: ") and "test-000000.tar: 000003" in failure
+    written = json.loads((tmp_path / "attack.json").read_text())
+    assert written["lipschitz_assumed"] and written["lipschitz_bound"] == 1.0
+    first = written["violations"][0]
+    assert first["sample"] == WEAK and first["name"].endswith("test-000000.tar: 000003")
     assert first["distance"] <= first["radius"] and first["label_before"] != first["label_after"]
     with np.load(tmp_path / "violations.npz") as stored:
-        assert stored["samples"].tolist() == [entry["sample"] for entry in told["violations"]]
+        assert stored["samples"].tolist() == [entry["sample"] for entry in written["violations"]]
         model = load_model(broken[1]).double()
         before, after = (torch.from_numpy(stored[name]) for name in ("images", "attacked"))
         assert model(before).argmax(1).tolist() == stored["labels"].tolist()
@@ -63,21 +64,42 @@ def test_a_broken_model_is_caught_with_k_assumed_to_be_one(
 def test_the_same_model_passes_with_its_own_bound(
     broken: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """K is 1.05, nothing is found, and violations of an earlier attack are not left behind."""
+    """K is 1.05, nothing is found, and no file of an earlier attack stays."""
     (tmp_path / "violations.npz").write_bytes(b"of an earlier attack")
     main([*broken, *QUICK, "--out", str(tmp_path), "--radii", "0.01", "36/255"])
-    told = json.loads((tmp_path / "attack.json").read_text())
-    assert told["violations"] == [] and not told["lipschitz_assumed"]
-    assert told["lipschitz_bound"] == pytest.approx(1.05, abs=1e-5)
-    assert [path.name for path in tmp_path.iterdir()] == ["attack.json"]
-    assert list(told["radii"]) == ["0.01", repr(36 / 255)]
-    for found in told["radii"].values():
-        assert found["certified"] <= found["robust"] <= told["clean_accuracy"]
+    written = json.loads((tmp_path / "attack.json").read_text())
+    assert written["violations"] == [] and not written["lipschitz_assumed"]
+    assert written["lipschitz_bound"] == pytest.approx(1.05, abs=1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attack.json", "attacked.npz"]
+    assert list(written["radii"]) == ["0.01", repr(36 / 255)]
+    for found in written["radii"].values():
+        assert found["certified"] <= found["robust"] <= written["clean_accuracy"]
         assert found["interval"][0] <= found["robust"] <= found["interval"][1]
-    assert told["attacked"] == 9 and told["attacks_inside_the_radius"] == 18
-    assert (told["methods"], told["steps"], told["restarts"]) == (["pgd", "apgd"], 8, 1)
+    assert written["attacked"] == 9 and written["attacks_inside_the_radius"] == 18
+    assert (written["methods"], written["steps"], written["restarts"]) == (["pgd", "apgd"], 8, 1)
     printed = capsys.readouterr().out
     assert "ε = 36/255" in printed and "samples that change inside it: 0" in printed
+
+
+@pytest.mark.slow
+def test_an_attack_is_added_to_the_report_of_its_certificate(
+    broken: list[str], tmp_path: Path
+) -> None:
+    """Whichever command runs last; an attack that assumed K is not."""
+    report, out = tmp_path / "report.html", ["--out", str(tmp_path)]
+    main([*broken, *QUICK, *out])
+    assert not report.exists()
+    certify([*broken, *out])
+    attacked = report.read_bytes()
+    report.unlink()
+    main([*broken, *QUICK, *out])
+    assert report.read_bytes() == attacked
+    with pytest.raises(SystemExit):
+        main([*broken, *QUICK, *out, "--assume-lipschitz", "1"])
+    assert report.read_bytes() == attacked
+    certify([*broken, *out])
+    for words in (b"Under attack", b"Attacks beyond the radius", b"No attack succeeded"):
+        assert words in attacked and words not in report.read_bytes()
 
 
 def test_some_samples_evenly_spaced(broken: list[str], tmp_path: Path) -> None:
@@ -99,17 +121,11 @@ def test_some_samples_evenly_spaced(broken: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--samples", "0"], "--samples 0"),
-        (["--samples", "10"], "1 to 9"),
+        (["--samples", "10"], "--samples 10: must be 1 to 9"),
         (["--methods", "fgsm"], "fgsm"),
-        (["--radii", "far"], "--radii far"),
         (["--steps", "0"], "--steps 0"),
-        (["--restarts", "0"], "--restarts 0"),
         (["--inside", "1.5"], "--inside 1.5"),
-        (["--inside", "half"], "--inside half"),
-        (["--assume-lipschitz", "-1"], "--assume-lipschitz"),
         (["--assume-lipschitz", "0"], "--assume-lipschitz 0"),
-        (["--model", "nothing"], "nothing"),
     ],
 )
 def test_mistakes_end_in_one_line_and_exit_code_2(
@@ -119,7 +135,6 @@ def test_mistakes_end_in_one_line_and_exit_code_2(
     said: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The argument, its value, and nothing written."""
     with pytest.raises(SystemExit) as stopped:
         main([*broken, "--out", str(tmp_path / "out"), *arguments])
     assert stopped.value.code == 2
@@ -137,16 +152,14 @@ def exit_code(rank: int, world_size: int, arguments: list[str]) -> object:
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_does(tmp_path: Path, broken: list[str]) -> None:
-    """600 images in three chunks: the same bytes and the same exit code on both."""
+    """600 images in three chunks: the same bytes and the same exit code."""
     shards = write_set(tmp_path / "set", [350, 250], "test", (4, 4), classes=2)
     arguments = [*broken[:2], "--data", shards, *QUICK, "--assume-lipschitz", "1", "--device=cpu"]
-    written = []
-    for processes in (1, 2):
-        out = tmp_path / f"by-{processes}"
-        codes = run_processes(processes, exit_code, [*arguments, "--out", str(out)])
-        assert codes == [1] * processes
+    assert exit_code(0, 1, [*arguments, "--out", str(tmp_path / "1")]) == 1
+    assert run_processes(2, exit_code, [*arguments, "--out", str(tmp_path / "2")]) == [1, 1]
+    for out in (tmp_path / "1", tmp_path / "2"):
         assert sorted(path.name for path in out.iterdir()) == ["attack.json", "violations.npz"]
-        written.append((out / "attack.json").read_bytes())
-    assert written[0] == written[1]
-    told = json.loads(written[0])
-    assert told["attacked"] == 600 and len(told["violations"]) > 1
+    content = (tmp_path / "1" / "attack.json").read_bytes()
+    assert content == (tmp_path / "2" / "attack.json").read_bytes()
+    written = json.loads(content)
+    assert written["attacked"] == 600 and len(written["violations"]) > 1

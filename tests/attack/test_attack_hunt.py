@@ -1,21 +1,21 @@
-"""The hunt finds certificates that are wrong and none that are right; robust accuracy; examples."""
+"""The hunt finds wrong certificates and only those; robust accuracy; nearest changes."""
 
 import pytest
 import torch
 from tight_models import bring_close, broken_model, tight_model
 from torch import Tensor
 
-from lipnext_scale.attack import (
+from lipnext_scale.attacks import (
     Attacker,
     AttackSettings,
     Points,
     Targets,
     hunt,
+    images_at_once,
     nearest_change,
     robust_at,
 )
-from lipnext_scale.attack.hunt import images_at_once
-from lipnext_scale.certify import Certifier
+from lipnext_scale.certification import Certifier
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 
 QUICK = AttackSettings(restarts=1, steps=10)
@@ -38,9 +38,9 @@ def count(violations: list[Points]) -> int:
 
 
 @pytest.mark.parametrize("in_a_corner", [False, True])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_model_that_breaks_its_certificate_is_caught(seed: int, in_a_corner: bool) -> None:
-    """One singular value of 1.05 and K taken as 1: the sample it was made for, verified here.
+    """One singular value of 1.05 and K taken as 1. With K computed, 1.05, the radii hold.
 
     In a corner of [0, 1] as well, where the change lies outside the box.
     """
@@ -54,46 +54,18 @@ def test_a_model_that_breaks_its_certificate_is_caught(seed: int, in_a_corner: b
         labels, radii = Certifier(model, lipschitz=1.0)(originals)
         assert (model(points.attacked).argmax(1) != labels).all()
         assert ((points.attacked - originals).flatten(1).norm(dim=1) <= radii).all()
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_same_model_with_its_own_bound_is_not(seed: int) -> None:
-    """K is 1.05 then, and the radii hold."""
-    images = images_of(8)
-    attacker, targets = prepared(broken_model(images[0], seed), images)
+    attacker, targets = prepared(model, images)
     assert attacker.certifier.lipschitz_bound == pytest.approx(1.05, abs=1e-6)
     assert count(hunt(attacker, targets)) == 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"activation": "minmax"},
-        {"padding": "zero", "positional_embedding": False},
-        {"parametrisation": "merged", "blocks_per_bank": 1},
-    ],
-)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sound_models_are_not_violated(options: dict[str, object], dtype: torch.dtype) -> None:
-    """Random networks of every kind, in both arithmetics that can be certified."""
-    model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 3, 4, **options), seed=3).to(dtype)
+@pytest.mark.parametrize("activation", ["beta_abs", "minmax"])
+def test_sound_models_are_not_violated(activation: str, dtype: torch.dtype) -> None:
+    """In both arithmetics that can be certified; the fuzz has networks of every kind."""
+    model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 3, 4, activation=activation), seed=3).to(dtype)
     attacker, targets = prepared(model, images_of(20, 8, 3))
-    assert (targets.radii > 0).sum() >= 18
-    assert count(hunt(attacker, targets)) == 0
-
-
-def test_tight_certificates_break_just_outside_and_not_inside() -> None:
-    """Near a boundary the radius of such a model is the distance: 1 % further the label changes."""
-    images = images_of(3)
-    model = tight_model(0)
-    bring_close(model, images[0])
-    attacker, targets = prepared(model, images[:1])
-    for method in ("pgd", "apgd"):
-        for factor, changes in ((0.9999, False), (1.01, True)):
-            points = attacker.attack(method, 0, targets, factor * targets.radii, clip=False)
-            assert points.changed.item() == changes
-            assert points.distances <= factor * targets.radii
+    assert (targets.radii > 0).sum() >= 18 and count(hunt(attacker, targets)) == 0
 
 
 def test_a_large_model_is_attacked_in_parts() -> None:
@@ -130,9 +102,8 @@ def test_a_label_that_nothing_can_change() -> None:
         model.head.bias[0] = 1.0
     attacker, targets = prepared(model, images_of(3))
     assert (targets.radii > 100).all() and count(hunt(attacker, targets)) == 0
-    image, radius = images_of(1)[0], targets.radii[0].item()
-    assert nearest_change(attacker.certifier, image, 0, radius, settings=QUICK) is None
-    assert robust_at(attacker, targets, (0.1, 1e300)).robust.all()
+    assert nearest_change(attacker, targets.only(torch.tensor([0]))) is None
+    assert robust_at(attacker, targets, (0.1, 1e300))[0].all()
 
 
 def test_robust_accuracy_lies_between_certified_and_clean() -> None:
@@ -141,8 +112,8 @@ def test_robust_accuracy_lies_between_certified_and_clean() -> None:
     attacker, targets = prepared(model, images_of(40, 8))
     middle = targets.radii.median().item()
     epsilons = (8 * middle, 0.0, middle, 2 * middle)
-    outcome = robust_at(attacker, targets, epsilons)
-    robust, attacks = dict(zip(epsilons, outcome.robust, strict=True)), outcome.attacks
+    rows, attacks, violations = robust_at(attacker, targets, epsilons)
+    robust = dict(zip(epsilons, rows, strict=True))
     assert robust[0.0].all() and not attacks[1].any()
     assert not (robust[2 * middle] & ~robust[middle]).any()
     assert not (robust[8 * middle] & ~robust[2 * middle]).any()
@@ -154,30 +125,26 @@ def test_robust_accuracy_lies_between_certified_and_clean() -> None:
     tried = len(QUICK.attacks)
     assert (attacks[3][robust[2 * middle] & (targets.radii < 2 * middle)] == tried).all()
     assert not attacks[0][~robust[2 * middle]].any()
-    assert count(outcome.violations) == 0
+    assert count(violations) == 0
 
 
 def test_robust_accuracy_notices_a_violation_too() -> None:
-    """A change nearer than a radius is told, though it was looked for far beyond the radius."""
+    """A change nearer than a radius counts, though the search went far beyond the radius."""
     model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 1, 4), seed=2).double()
     attacker, targets = prepared(model, images_of(5, 8))
     lies = Targets(targets.images, targets.labels, torch.full_like(targets.radii, 99), targets.ids)
-    outcome = robust_at(attacker, lies, (100.0,))
-    assert count(outcome.violations) == (~outcome.robust).sum() > 0
+    robust, _, violations = robust_at(attacker, lies, (100.0,))
+    assert count(violations) == (~robust).sum() > 0
 
 
 def test_the_nearest_change_is_near_where_the_certificate_is_tight() -> None:
     """Within 2 % of the radius, of another label as the certifier sees it, and inside [0, 1]."""
-    image = images_of(1)[0]
-    model = tight_model(0)
-    bring_close(model, image)
-    certifier = Certifier(model)
-    labels, radii = certifier(image[None])
-    label, radius = int(labels), radii.item()
-    example = nearest_change(certifier, image, label, radius, sample=17)
-    assert example is not None and example.sample == 17 and example.radius == radius
-    assert example.label_before == label
-    assert int(certifier(example.attacked[None])[0]) == example.label_after != label
-    assert example.distance == (example.attacked - example.image).norm().item()
-    assert radius < example.distance < 1.02 * radius
-    assert example.attacked.min() >= 0 and example.attacked.max() <= 1
+    image, model = images_of(1), tight_model(0)
+    bring_close(model, image[0])
+    attacker, target = prepared(model, image)
+    found = nearest_change(attacker, target)
+    assert found is not None and found.changed.all()
+    assert torch.equal(attacker.certifier(found.attacked)[0], found.labels)
+    assert found.distances.item() == (found.attacked - image).norm().item()
+    assert target.radii < found.distances < 1.02 * target.radii
+    assert found.attacked.min() >= 0 and found.attacked.max() <= 1

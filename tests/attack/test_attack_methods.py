@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tight_models import tight_model
 from torch import Tensor
 
-from lipnext_scale.attack import METHODS, random_starts, search_copy, smallest_margins
-from lipnext_scale.attack.methods import checkpoints
-from lipnext_scale.certify import certified_radii
+from lipnext_scale.attacks import (
+    METHODS,
+    random_starts,
+    search_copy,
+    smallest_margins,
+)
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
@@ -46,8 +48,7 @@ def boundary_distances(model: Callable[[Tensor], Tensor], images: Tensor) -> Ten
 def test_comes_close_to_the_optimum_where_that_is_known(method: Method, classes: int) -> None:
     """A linear model: with 3 % more than the distance to the boundary all change, with less none.
 
-    With five classes the smallest margin need not be that of the nearest boundary, so there some
-    may be missed.
+    With five classes the smallest margin may be that of another boundary: some may be missed.
     """
     model, images = linear_model(classes), images_of(40).double()
     labels, distances = model(images).argmax(1), boundary_distances(model, images)
@@ -70,15 +71,6 @@ def test_finds_a_valley_inside_the_ball(method: Method) -> None:
 
     delta = method(model, images, labels, limits, starts_of(images), steps=40)
     assert ((images + delta - valley).flatten(1).norm(dim=1) < 0.03 * radius).all()
-
-
-@each_method
-def test_breaks_most_at_a_few_times_the_radius(method: Method) -> None:
-    """A network with kinks, several tokens and classes, at three times the radius it certifies."""
-    model, images = tight_model(1, image_size=8, num_classes=5), images_of(60, side=8).double()
-    labels, radii = certified_radii(model, images)
-    delta = method(model, images, labels, 3 * radii, starts_of(images), steps=20)
-    assert (smallest_margins(model(images + delta), labels) < 0).double().mean() > 0.9
 
 
 @settings(deadline=None, max_examples=40)
@@ -124,12 +116,6 @@ def test_the_best_point_on_the_way_is_kept(method: Method) -> None:
     final = smallest_margins(model(images + delta), labels)
     assert len(seen) == 8  # the start and each of the seven moves
     torch.testing.assert_close(final, torch.stack(seen).min(0).values, rtol=0, atol=1e-12)
-
-
-def test_step_lengths_are_looked_at_where_the_paper_does() -> None:
-    """The first after 22 %, then in stretches that shrink by 3 % down to 6 %."""
-    assert checkpoints(100) == [22, 41, 57, 70, 80, 87, 93, 99]
-    assert checkpoints(1) == [1] and checkpoints(10)[0] == 3
 
 
 def test_a_start_depends_on_the_sample_alone_and_not_on_its_batch() -> None:

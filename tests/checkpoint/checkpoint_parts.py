@@ -1,12 +1,14 @@
-"""Tensors with known bits, and parts of them, for the tests of checkpoints."""
+"""Tensors with known bits, and shards of them, for the tests of checkpoints."""
 
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lipnext_scale.checkpoint import StateShard, StateShards, load_pieces, verify_checkpoint
-from lipnext_scale.errors import UserError
+from lipnext_scale.checkpoint import StateShard, StateShards, load_shards, verify_checkpoint
+from lipnext_scale.utils.errors import UserError
+
+whole = StateShard.full
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -26,14 +28,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def cut(tensor: Tensor, dimension: int, start: int, stop: int) -> StateShard:
-    """The part [start, stop) along a dimension; the piece's tensor is a view."""
+    """The part [start, stop) along a dimension; its tensor is a view."""
     offset = tuple(start if d == dimension else 0 for d in range(tensor.dim()))
     part = tensor.narrow(dimension, start, stop - start)
     return StateShard(part, tuple(tensor.shape), offset)
-
-
-def whole(tensor: Tensor) -> StateShard:
-    return StateShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
 def rows(tensor: Tensor, rank: int, world_size: int) -> StateShard:
@@ -50,14 +48,11 @@ def sample_tensors(step: int, length: int = 12) -> dict[str, Tensor]:
     }
 
 
-def sample_pieces(step: int, rank: int = 0, world_size: int = 1, length: int = 12) -> StateShards:
+def sample_shards(step: int, rank: int = 0, world_size: int = 1, length: int = 12) -> StateShards:
     """A bank in row ranges; a head and a number that every rank holds."""
     tensors = sample_tensors(step, length)
-    return {
-        "bank": rows(tensors["bank"], rank, world_size),
-        "head": whole(tensors["head"]),
-        "count": whole(tensors["count"]),
-    }
+    bank = rows(tensors["bank"], rank, world_size)
+    return {"bank": bank, "head": whole(tensors["head"]), "count": whole(tensors["count"])}
 
 
 def assert_holds(path: Path, step: int, length: int = 12) -> None:
@@ -65,13 +60,13 @@ def assert_holds(path: Path, step: int, length: int = 12) -> None:
     verify_checkpoint(path)
     expected = sample_tensors(step, length)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    load_pieces(path, {name: whole(tensor) for name, tensor in loaded.items()})
+    load_shards(path, {name: whole(tensor) for name, tensor in loaded.items()})
     for name, tensor in expected.items():
         assert same_bits(loaded[name], tensor), name
 
 
 def message_of(action, *arguments) -> str:
-    """What a UserError said; other errors are not caught, and none is an error."""
+    """The message of a UserError; other errors are not caught, and none is an error."""
     try:
         action(*arguments)
     except UserError as error:

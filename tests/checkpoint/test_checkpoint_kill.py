@@ -1,4 +1,4 @@
-"""SIGKILL at any moment of a save leaves a newest checkpoint that is whole."""
+"""SIGKILL at any moment of a save leaves a newest checkpoint that is intact."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from checkpoint_parts import assert_holds, sample_pieces
+from checkpoint_parts import assert_holds, sample_shards
 from gloo import run_processes
 
 from lipnext_scale.checkpoint import CheckpointWriter, latest_checkpoint
@@ -30,7 +30,7 @@ def mark_beside(directory: str) -> str:
 class FileEvents:
     """The file operations of the writer's thread, counted before they happen.
 
-    Python itself tells of them (audit hooks); of writes, our own stream. At the one numbered
+    Python's audit hooks report them; writes, our own stream. At the one numbered
     `deadly`, all processes of the job are killed; its name is left in the file `mark`.
     """
 
@@ -71,9 +71,9 @@ def save_twice(
     processes: list[int] = [0] * world_size
     dist.all_gather_object(processes, os.getpid())
     writer = CheckpointWriter(Path(directory), 1, group=dist.new_group(backend="gloo"))
-    writer.save(1, sample_pieces(1, rank, world_size, LENGTH), {}, asynchronous=False)
+    writer.save(1, sample_shards(1, rank, world_size, LENGTH), {}, asynchronous=False)
     events = FileEvents(directory, deadly if rank == victim else None, processes)
-    writer.save(2, sample_pieces(2, rank, world_size, LENGTH), {})
+    writer.save(2, sample_shards(2, rank, world_size, LENGTH), {})
     writer.wait()
     return events.seen
 
@@ -89,7 +89,7 @@ def moments(tmp_path_factory) -> list[list[str]]:
 
 
 def kill_and_look(directory: Path, moments: list[list[str]], victim: int, deadly: int) -> None:
-    """Killed at that operation: step 1, or 2 if it had its name, is whole; the next save is too."""
+    """Killed at that operation: step 1, or 2 if it had its name, is intact; so is the next."""
     with pytest.raises(AssertionError, match="rank [01]"):
         run_processes(2, save_twice, str(directory), victim, deadly)
     assert (
@@ -100,7 +100,7 @@ def kill_and_look(directory: Path, moments: list[list[str]], victim: int, deadly
     newest = latest_checkpoint(directory)
     assert newest == directory / f"step-{step:09d}"
     assert_holds(newest, step, LENGTH)
-    CheckpointWriter(directory, 1).save(3, sample_pieces(3), {}, asynchronous=False)
+    CheckpointWriter(directory, 1).save(3, sample_shards(3), {}, asynchronous=False)
     assert {path.name for path in directory.iterdir()} == {"step-000000003", "latest"}
     assert_holds(latest_checkpoint(directory), 3)
 
@@ -113,7 +113,7 @@ def test_a_kill_around_the_name(tmp_path, moments, after):
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment(tmp_path, moments):
-    """At every third kind of operation of the first process, and at three of the second."""
+    """At every third kind of operation of rank 0, and at three of rank 1."""
     first = moments[0]
     changes = [i for i, event in enumerate(first) if i == 0 or event != first[i - 1]]
     in_its_data = first.index("open __0_0.distcp") + 40

@@ -2,15 +2,12 @@
 
 import contextlib
 import io
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pytest
-import torch
 
-from data_prep.writing.shards import png_bytes, write_shard
+from data_prep.digits import png_bytes, write_shard
 from lipnext_scale.train import main
 
 CONFIG = """\
@@ -88,7 +85,7 @@ def write(path: Path, *lines: str) -> str:
 
 
 def assert_refused(outcome: Outcome, *said: str) -> None:
-    """Exit code 2 and nothing but one line on stderr, which holds all that is to be `said`."""
+    """Exit code 2 and nothing but one line on stderr, which holds all of `said`."""
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.endswith("\n") and outcome.err.count("\n") == 1, outcome.err
     assert outcome.err.startswith("error: ") and "Traceback" not in outcome.err
@@ -96,24 +93,8 @@ def assert_refused(outcome: Outcome, *said: str) -> None:
         assert words in outcome.err, outcome.err
 
 
-# A function of (directory, working configuration) that breaks something there and returns
-# (the command's arguments, what its message must hold).
-Case = Callable[[Path, str], tuple[list[str], list[str]]]
-
-
-class Cases(dict[str, Case]):
-    """Cases by name, to be parametrised over."""
-
-    def add(self, function: Case) -> Case:
-        self[function.__name__] = function
-        return function
-
-
-def assert_case_refused(case: Case, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case is refused with its message, and every file is as it was before the command."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.chdir(tmp)
-    argv, said = case(tmp, str(prepare(tmp)))
+def assert_refused_before_writing(tmp: Path, arguments: list[str], *said: str) -> None:
+    """And every file is as it was before the command."""
     before = contents(tmp)
-    assert_refused(run_train(*argv), *said)
+    assert_refused(run_train(*arguments), *said)
     assert contents(tmp) == before

@@ -1,7 +1,5 @@
 """Test sets: every sample exactly once, on any number of ranks, and checked before it is used."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,17 +8,17 @@ from hypothesis import strategies as st
 from sets_making import write_set
 from shard_making import encode, noise, write_tar
 
-from lipnext_scale.config import ConfigError
 from lipnext_scale.data import (
     DataConfig,
     TestSet,
-    datasets,
+    evaluation,
     open_catalog,
     open_test_set,
     rank_share,
 )
 from lipnext_scale.data.augment import centre_crop, resize_short_side
-from lipnext_scale.data.datasets import require_fits
+from lipnext_scale.data.evaluation import require_fits
+from lipnext_scale.utils.config import ConfigError
 
 
 @given(st.integers(1, 200), st.integers(1, 40))
@@ -32,10 +30,10 @@ def test_every_sample_counts_on_one_rank(count, world):
     assert sorted(counted.tolist()) == list(range(count))
 
 
-@pytest.mark.parametrize("world, workers", [(1, 0), (2, 2), (3, 0), (4, 2), (7, 0)])
+@pytest.mark.parametrize("world, workers", [(1, 2), (2, 0), (7, 0)])
 def test_thirteen_uneven_shards(tmp_path, monkeypatch, world, workers):
     """Batches of all ranks together hold each sample once, with its own pixels and class."""
-    monkeypatch.setattr(datasets, "BATCH", 6)
+    monkeypatch.setattr(evaluation, "BATCH", 6)
     pattern = write_set(tmp_path, [5, 1, 9, 0, 3, 7, 2, 8, 4, 6, 11, 1, 8])
     catalog, seen, passes = open_catalog(pattern, "data.test"), [], set()
     for rank in range(world):
@@ -63,35 +61,22 @@ def test_test_images_are_resized_and_cut_in_the_middle(tmp_path):
     for i, shape in enumerate(shapes):
         image = noise(*shape, seed=i)
         image = image if image.ndim == 3 else np.repeat(image[:, :, None], 3, 2)
-        expected = centre_crop(resize_short_side(image, 12), 10).transpose(2, 0, 1)
-        assert np.array_equal(test.image(i).transpose(2, 0, 1), expected)
-
-
-def make_set(directory: Path, shape: tuple[int, ...], label: int = 0) -> str:
-    directory.mkdir()
-    members = [("a.cls", str(label).encode()), ("a.png", encode(noise(*shape)))]
-    return write_tar(directory / "a.tar", members)
+        assert np.array_equal(test.image(i), centre_crop(resize_short_side(image, 12), 10))
 
 
 @pytest.mark.parametrize(
-    "shape, label, key, said",
+    "shape, label, channels, message",
     [
-        ((8, 9, 3), 0, "model.image_size", "the images of data.test are 3×8×9"),
-        ((9, 9, 3), 0, "model.image_size", "the images of data.test are 3×9×9"),
-        ((8, 8), 0, "model.in_channels", "the images of data.test are 1×8×8"),
-        ((8, 8, 3), 5, "model.num_classes", "data.test has labels from 5 to 5"),
-        ((8, 8, 3), -1, "model.num_classes", "data.test has labels from -1 to -1"),
+        ((8, 9, 3), 0, 3, "model.image_size = 8: the images of data.test are 3×8×9"),
+        ((8, 8), 0, 3, "model.in_channels = 3: the images of data.test are 1×8×8"),
+        ((8, 8, 3), 0, 1, "model.in_channels = 1: the images of data.test are 3×8×8"),
+        ((8, 8, 3), 5, 3, "model.num_classes = 5: data.test has labels from 5 to 5"),
+        ((8, 8, 3), -1, 3, "model.num_classes = 5: data.test has labels from -1 to -1"),
     ],
 )
-def test_a_set_that_is_not_what_the_model_takes(tmp_path, shape, label, key, said):
+def test_a_set_that_is_not_what_the_model_takes(tmp_path, shape, label, channels, message):
     """Refused before anything is trained or certified, by the model's key."""
-    catalog = open_catalog(make_set(tmp_path / "set", shape, label), "data.test")
-    with pytest.raises(ConfigError, match=said) as error:
-        require_fits(catalog, 8, 3, 5)
-    assert error.value.key == key
-
-
-def test_colour_is_not_what_a_model_of_one_channel_takes(tmp_path):
-    catalog = open_catalog(make_set(tmp_path / "set", (8, 8, 3)), "data.test")
-    with pytest.raises(ConfigError, match="^model.in_channels = 1: the images .* are 3×8×8"):
-        require_fits(catalog, 8, 1, 5)
+    members = [("a.cls", str(label).encode()), ("a.png", encode(noise(*shape)))]
+    catalog = open_catalog(write_tar(tmp_path / "a.tar", members), "data.test")
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        require_fits(catalog, 8, channels, 5)

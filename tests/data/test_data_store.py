@@ -1,6 +1,7 @@
-"""What the kernel is asked to read ahead, and what the fingerprint of unindexed shards reads."""
+"""What is read of large sets: ahead of time, for a fingerprint, and into memory."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ from sets_making import write_set
 
 from lipnext_scale.data import open_catalog
 from lipnext_scale.data.catalog import Catalog, Shard
-from lipnext_scale.data.index import KINDS, RECORD
-from lipnext_scale.data.source import SampleStore
+from lipnext_scale.data.index import KINDS, RECORD, ShardEntry, write_index
+from lipnext_scale.data.loader import BatchMaker
+from lipnext_scale.data.source import MAX_OPEN, SampleStore, Source, SourceOptions
 
 IMAGE = 100_000
 
@@ -28,12 +30,13 @@ def advised(monkeypatch) -> set:
     return asked
 
 
-def shard_with(path, offsets: np.ndarray) -> Shard:
+def shard_with(path, offsets: np.ndarray, size: int = IMAGE) -> Shard:
     """A file of holes with an image at each of the offsets."""
     records = np.zeros(len(offsets), dtype=RECORD)
-    records["offset"], records["size"], records["kind"] = offsets, IMAGE, KINDS["png"]
+    records["offset"], records["size"], records["kind"] = offsets, size, KINDS["png"]
+    records["label"] = np.arange(len(offsets)) % 10
     path.touch()
-    os.truncate(path, int(offsets.max()) + IMAGE)
+    os.truncate(path, int(offsets.max()) + size)
     return Shard(str(path), str(path), records, path.stat().st_size)
 
 
@@ -51,19 +54,13 @@ def test_consecutive_samples_are_asked_for_across_shards(tmp_path, advised):
     assert needed <= advised and len(advised) <= 1.02 * len(needed)
 
 
-@pytest.mark.parametrize("writers", [1, 8, 32])
-def test_only_what_is_needed_of_interleaved_samples(tmp_path, advised, writers):
+def test_only_what_is_needed_of_interleaved_samples(tmp_path, advised):
     """FFCV's writers fill pages of 8 MB in turn, a hundred samples at a time: a stretch from the
     first sample to the last would be most of the file, or nothing where the last lies first."""
-    chunks, page = np.arange(800).reshape(-1, 100), 8_000_000
-    offsets, free, room = np.zeros(800, dtype=np.int64), 0, {}
-    for number, chunk in enumerate(chunks[::-1]):
-        for sample in chunk:
-            place, left = room.get(number % writers, (0, 0))
-            if left < IMAGE:
-                place, left, free = free, page, free + page
-            offsets[sample] = place
-            room[number % writers] = place + IMAGE, left - IMAGE
+    offsets, pages = np.zeros(800, dtype=np.int64), 0
+    for chunk in np.arange(800).reshape(-1, 80)[::-1]:  # a page holds 80 images
+        offsets[chunk] = pages * 8_000_000 + np.arange(80) * IMAGE
+        pages += 1
     shard = shard_with(tmp_path / "set.beton", offsets)
     SampleStore(Catalog("data.train", "?", [shard])).will_need(130, 460)
     needed = wanted(shard, range(130, 461))
@@ -71,7 +68,7 @@ def test_only_what_is_needed_of_interleaved_samples(tmp_path, advised, writers):
 
 
 def test_the_fingerprint_reads_little_of_many_shards(tmp_path, monkeypatch):
-    """Of all shards together, not of each: every rank does it at every start."""
+    """Of all shards together, not of each, and once: every rank does it at every start."""
     pattern = write_set(tmp_path / "set", [12] * 40, index=False)
     catalog, reads, pread = open_catalog(pattern, "data.train"), [], os.pread
 
@@ -80,5 +77,37 @@ def test_the_fingerprint_reads_little_of_many_shards(tmp_path, monkeypatch):
         return pread(descriptor, size, offset)
 
     monkeypatch.setattr(os, "pread", noted)
-    catalog.fingerprint()
+    assert catalog.fingerprint() == catalog.fingerprint()
     assert 40 <= len(reads) <= 256
+
+
+def test_many_shards_need_few_descriptors(tmp_path):
+    """A store keeps so many files open and no more, and closes them."""
+    shards = write_set(tmp_path / "many", [1] * (MAX_OPEN + 20))
+    store = SampleStore(open_catalog(shards, "data.train"))
+    before = len(os.listdir("/proc/self/fd"))
+    for sample in [*range(len(store.catalog)), 0, 1, 2]:
+        store.read(sample)
+    assert len(os.listdir("/proc/self/fd")) == before + MAX_OPEN
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def private_bytes() -> int:
+    """Memory that this process shares with no other."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
+
+
+def test_a_set_of_millions_costs_a_rank_next_to_nothing(tmp_path):
+    """Four million samples have an index of 96 MB, mapped; step 100,000 is there at once."""
+    samples = 4_000_000
+    shard = shard_with(tmp_path / "huge-0.tar", np.arange(samples, dtype=np.uint64) * 4096, 2300)
+    entry = ShardEntry("huge-0.tar", samples, shard.bytes, "0" * 64)
+    write_index(tmp_path, "huge", [entry], shard.records)
+    before = private_bytes()
+    catalog = open_catalog(shard.path, "data.synthetic.shards")
+    source = Source(catalog, SourceOptions(32, 32, 3, seed=0))
+    assert catalog.label_range() == (0, 9) and source.order.steps_per_epoch == samples // 32
+    assert len(BatchMaker([source]).sample_ids(100_000)) == 32
+    assert private_bytes() - before < 10_000_000

@@ -1,7 +1,6 @@
 """Worker processes: one that stands still, how far the others go, and how all of them end."""
 
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -12,24 +11,16 @@ import numpy as np
 import pytest
 import torch
 from sets_making import make_loader, make_source, write_set
-from shared_memory import mapped_names
 
 from lipnext_scale.data import StreamLoader
-from lipnext_scale.data.workers import (
-    HANDED_OUT,
-    BatchBuffers,
-    BatchMaker,
-    MadeBatch,
-    lost_a_worker,
-    made_by_workers,
-)
+from lipnext_scale.data.loader import BatchMaker, MadeBatch, lost_a_worker
 
 WORKERS, PREFETCH = 2, 2
 UNDER_WAY = WORKERS * PREFETCH
 
 
 class GatedMaker(BatchMaker):
-    """Whoever makes the batch of step `gated` stands still until the gate is opened."""
+    """The worker of step `gated` stands still until the gate opens."""
 
     def __init__(self, shards: str, gated: int) -> None:
         super().__init__([make_source(shards, 8)])
@@ -47,7 +38,7 @@ class GatedMaker(BatchMaker):
         """The furthest step that was begun, half a second after it has come so far."""
         deadline = time.monotonic() + 60
         while self._furthest.value < at_least:
-            assert time.monotonic() < deadline, f"nobody goes beyond step {self._furthest.value}"
+            assert time.monotonic() < deadline, f"no worker goes beyond {self._furthest.value}"
             time.sleep(0.01)
         time.sleep(0.5)
         return self._furthest.value
@@ -69,9 +60,6 @@ def new_children():
     return children
 
 
-# --- one that stands still --------------------------------------------------------------------
-
-
 def test_others_go_on_and_not_too_far(shards):
     """While one worker is in step 1 the other makes what may be under way, and no more; the order
     stays what it was."""
@@ -90,40 +78,13 @@ def test_others_go_on_and_not_too_far(shards):
     batches.close()
 
 
-def test_what_is_made_meanwhile_has_its_buffers(shards):
-    """No image goes through a pipe, though as many are kept as a training loop may have."""
-    maker = GatedMaker(shards, gated=HANDED_OUT)
-    buffers = BatchBuffers(maker, 0, WORKERS, PREFETCH)
-    made = made_by_workers(buffers, buffers.requests(), WORKERS, PREFETCH, in_order=False)
-    batches = buffers.in_order(made)
-    kept = [buffers.take(next(batches)) for _ in range(HANDED_OUT)]
-    sent: list[bool] = []
-
-    def take_more() -> None:
-        for batch in islice(batches, 3 * UNDER_WAY):
-            sent.append(batch.images is not None)
-            buffers.take(batch)
-
-    rest = threading.Thread(target=take_more)
-    rest.start()
-    maker.begun(at_least=HANDED_OUT + UNDER_WAY - 1)
-    maker.gate.set()
-    rest.join(60)
-    assert sent == 3 * UNDER_WAY * [False]
-    assert len(kept) == HANDED_OUT
-    buffers.release_waiters()
-
-
-# --- their end --------------------------------------------------------------------------------
-
-
 def test_workers_that_wait_for_their_turn_end_at_once(shards, new_children):
     """The rank stops while they may not go on: torch would wait ten seconds for each of them."""
     maker = GatedMaker(shards, gated=0)
     batches = iter(StreamLoader(maker, WORKERS, PREFETCH))
     opened = threading.Thread(target=lambda: (maker.begun(UNDER_WAY - 1), maker.gate.set()))
     opened.start()
-    next(batches)  # having taken steps 1 to 3 before it, so that nobody may begin step 5
+    next(batches)  # having taken steps 1 to 3 before it, so that step 5 may not begin
     assert maker.begun(at_least=UNDER_WAY) == UNDER_WAY
     workers, began = new_children(), time.monotonic()
     batches.close()
@@ -148,15 +109,3 @@ def test_one_that_dies_is_noticed_where_torchs_error_is_lost(shards, new_childre
     finally:
         signal.signal(signal.SIGCHLD, torchs)
     assert lost_a_worker(ended.value) and str(victim.pid) in str(ended.value)
-
-
-def test_shared_memory_has_no_name_that_could_stay(shards, new_children):
-    """Neither the rank nor a worker has a file in /dev/shm while batches are made."""
-    before = mapped_names(os.getpid(), still_there=True)
-    batches = iter(make_loader(shards, 8, workers=WORKERS))
-    next(batches)
-    processes = [os.getpid(), *(child.pid for child in new_children())]
-    assert len(processes) == 1 + WORKERS
-    for process in processes:
-        assert mapped_names(process, still_there=True) <= before
-    del batches

@@ -1,4 +1,4 @@
-"""Small sources of every form, made on the fly, and what a conversion made of them."""
+"""Small sources of every form, made on the fly; commands run in this process; what they wrote."""
 
 import contextlib
 import gzip
@@ -136,6 +136,36 @@ def cifar10_files(per_batch: int = 4) -> dict[str, bytes]:
     return files | {"batches.meta": python2_pickle(meta)}
 
 
+# --- shards as others make them ---------------------------------------------------------------
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    path.write_bytes(tar_of(dict(members)))
+    return path
+
+
+def write_shards(
+    directory: Path, labels: list[list[int]], name: str = "train", kind: str = "PNG", side: int = 8
+) -> list[Path]:
+    """NAME-000000.tar, … with the labels of each; sample i of shard s has the key s<s>_<i>."""
+    paths = []
+    for shard, own in enumerate(labels):
+        members: list[tuple[str, bytes]] = []
+        for i, label in enumerate(own):
+            image = encoded(noise(side, side + shard, 3, seed=100 * shard + i), kind)
+            suffix = {"PNG": "png", "JPEG": "jpg"}[kind]
+            members += [(f"s{shard}_{i}.cls", b"%d" % label), (f"s{shard}_{i}.{suffix}", image)]
+        paths.append(write_tar(directory / f"{name}-{shard:06d}.tar", members))
+    return paths
+
+
+def flip(path: Path, place: int, bit: int = 1) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= bit
+    path.write_bytes(content)
+
+
 # --- running, and looking at what came out ----------------------------------------------------
 
 
@@ -176,7 +206,7 @@ QUICK = ("--workers", 0)
 
 
 def convert_train(source: Path, out: Path, *options: object) -> str:
-    """Of class folders the set train, in shards of four; what the command said."""
+    """Of class folders the set train, in shards of four; what the command printed."""
     argv = ("--source", source, "--out", out, "--split", "train", "--shard-samples", 4)
     return succeeds(imagenet.main, *argv, *(options or QUICK))
 

@@ -66,21 +66,14 @@ def assert_holds(out: Path, name: str, batches: list[dict], labels: str) -> None
         assert key == f"{i:06d}_{names[i].split('.')[0]}"
 
 
-def test_the_pickles_of_the_tests_are_as_python_2_wrote_them():
-    """Text as strings of bytes, arrays by the old name of numpy's module."""
-    made = python2_pickle(cifar10_batches(2)["test_batch"])
-    assert made[:2] == b"\x80\x02" and b"cnumpy.core.multiarray\n_reconstruct\n" in made
-    assert b"U\x06labels" in made and b"_codecs" not in made
-
-
 def test_cifar10_from_its_directory_and_archive(tmp_path):
     """Exact pixels, labels, names, classes; the directory, its parent and the .tar.gz alike."""
     files = cifar10_files()
     named = {f"{DIRECTORY}/{name}": content for name, content in files.items()}
     write_files(tmp_path / "unpacked", named)
     (tmp_path / "cifar.tar.gz").write_bytes(tar_gz_of({**named, f"{DIRECTORY}/readme.html": b"x"}))
-    said = succeeds(cifar.main, *argv(tmp_path / "unpacked" / DIRECTORY, tmp_path / "a"))
-    assert "not the published files: the md5 of data_batch_1" in said
+    printed = succeeds(cifar.main, *argv(tmp_path / "unpacked" / DIRECTORY, tmp_path / "a"))
+    assert "not the published files: the md5 of data_batch_1" in printed
     batches = list(cifar10_batches().values())
     assert_holds(tmp_path / "a", "train", batches[:5], "labels")
     assert_holds(tmp_path / "a", "test", batches[5:], "labels")
@@ -90,12 +83,12 @@ def test_cifar10_from_its_directory_and_archive(tmp_path):
     succeeds(cifar.main, *argv(tmp_path / "unpacked", tmp_path / "b"))
     succeeds(cifar.main, *argv(tmp_path / "cifar.tar.gz", tmp_path / "c"))
     assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "c")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("a", "b", "c", "cifar.tar.gz", "unpacked")
-    ]
+    (tmp_path / "unpacked" / DIRECTORY / "batches.meta").unlink()
+    succeeds(cifar.main, *argv(tmp_path / "unpacked", tmp_path / "d"))
+    assert read_index(tmp_path / "d" / "test.index.json").classes == [*"0123456789"]
 
 
-def test_published_files_are_told_from_others(tmp_path, capsys):
+def test_published_files_and_others(capsys):
     """By the md5 of each; the index keeps them all."""
     files = cifar10_files()
     sums = {name: hashlib.md5(files[name]).hexdigest() for name in cifar10_batches()}
@@ -104,43 +97,25 @@ def test_published_files_are_told_from_others(tmp_path, capsys):
     source = cifar.provenance(files, edition)
     assert source["as_published"] and source["md5"] == sums
     assert "all 6 md5 sums are the published ones" in capsys.readouterr().out
-    source = cifar.provenance(files | {"data_batch_4": b"other"}, edition)
-    assert not source["as_published"]
+    assert not cifar.provenance(files | {"data_batch_4": b"other"}, edition)["as_published"]
     assert "the md5 of data_batch_4 differs" in capsys.readouterr().out
 
 
-def test_class_names_may_be_missing(tmp_path):
-    """Without batches.meta a class is called by its number."""
-    files = cifar10_files()
-    del files["batches.meta"]
-    succeeds(cifar.main, *argv(write_files(tmp_path / "s", files), tmp_path / "out"))
-    assert read_index(tmp_path / "out" / "test.index.json").classes == [*"0123456789"]
-
-
-@pytest.mark.parametrize("coarse", [False, True])
-def test_cifar100(tmp_path, coarse):
-    """Fine labels, or the coarse ones on demand, each with their names."""
+def test_cifar100(tmp_path):
+    """Fine labels, or the coarse ones on demand, each with their names; they do not mix."""
     source = write_files(tmp_path / "s", cifar100_files())
-    succeeds(cifar.main, *argv(source, tmp_path / "out", *["--coarse"] * coarse))
-    kind, count = ("coarse", 20) if coarse else ("fine", 100)
-    for name in ("train", "test"):
-        batch = pickle.loads((source / name).read_bytes(), encoding="bytes")
-        assert_holds(tmp_path / "out", name, [batch], f"{kind}_labels")
-        index = read_index(tmp_path / "out" / f"{name}.index.json")
-        assert index.classes == [f"{kind} {i}" for i in range(count)]
-
-
-def test_fine_and_coarse_do_not_mix(tmp_path):
-    """A set of the other labels in the same place is refused."""
-    source = write_files(tmp_path / "s", cifar100_files())
-    succeeds(cifar.main, *argv(source, tmp_path / "out"))
-    error = is_refused(cifar.main, *argv(source, tmp_path / "out", "--coarse"))
-    assert "its source.labels is fine_labels, asked for coarse_labels" in error
+    for kind, count, options in (("fine", 100, []), ("coarse", 20, ["--coarse"])):
+        out = tmp_path / kind
+        succeeds(cifar.main, *argv(source, out, *options))
+        for name in ("train", "test"):
+            batch = pickle.loads((source / name).read_bytes(), encoding="bytes")
+            assert_holds(out, name, [batch], f"{kind}_labels")
+            index = read_index(out / f"{name}.index.json")
+            assert index.classes == [f"{kind} {i}" for i in range(count)]
+    error = is_refused(cifar.main, *argv(source, tmp_path / "fine", "--coarse"))
+    assert "its source.labels differs: fine_labels, asked for coarse_labels" in error
     ten = write_files(tmp_path / "ten", cifar10_files())
     assert "no coarse labels" in is_refused(cifar.main, *argv(ten, tmp_path / "o", "--coarse"))
-
-
-# --- pickles from strangers -------------------------------------------------------------------
 
 
 class Runs:
@@ -153,32 +128,25 @@ class Runs:
         return self.call
 
 
-@pytest.mark.parametrize("place", ["data", "label", "meta", "whole"])
-@pytest.mark.parametrize("call", ["os.system", "eval", "getattr", "numpy.load"])
+@pytest.mark.parametrize("place", ["data", "label", "meta", "all"])
+@pytest.mark.parametrize("call", ["os.system", "eval", "getattr"])
 def test_a_malicious_pickle_is_not_run(tmp_path, place, call):
     """Wherever the call hides: nothing happens, and what it asked for is named."""
     mark = tmp_path / "mark"
-    calls = {
-        "os.system": (os.system, (f"touch {mark}",)),
-        "eval": (eval, (f"open({str(mark)!r}, 'w')",)),
-        "getattr": (getattr, (os, "system")),
-        "numpy.load": (np.load, (str(mark),)),
-    }
-    evil = Runs(*calls[call]) if call != "getattr" else Runs(getattr, ("", "upper"))
-    batch = cifar10_batches()["data_batch_2"]
-    files = cifar10_files()
-    if place == "data":
-        files["data_batch_2"] = pickle.dumps(batch | {b"data": evil})
-    elif place == "label":
-        files["data_batch_2"] = pickle.dumps(batch | {b"labels": [0, evil, 2, 3]})
-    elif place == "meta":
-        files["batches.meta"] = pickle.dumps({b"label_names": evil})
-    else:
-        files["test_batch"] = pickle.dumps(evil)
-    source = write_files(tmp_path / "s", files)
-    error = is_refused(cifar.main, *argv(source, tmp_path / "out"))
-    assert "no part of data" in error and "it asks for " in error
-    assert call.split(".")[-1] in error
+    evil = {
+        "os.system": Runs(os.system, (f"touch {mark}",)),
+        "eval": Runs(eval, (f"open({str(mark)!r}, 'w')",)),
+        "getattr": Runs(getattr, ("", "upper")),
+    }[call]
+    batch, files = cifar10_batches()["data_batch_2"], cifar10_files()
+    files |= {
+        "data": {"data_batch_2": pickle.dumps(batch | {b"data": evil})},
+        "label": {"data_batch_2": pickle.dumps(batch | {b"labels": [0, evil, 2, 3]})},
+        "meta": {"batches.meta": pickle.dumps({b"label_names": evil})},
+        "all": {"test_batch": pickle.dumps(evil)},
+    }[place]
+    error = is_refused(cifar.main, *argv(write_files(tmp_path / "s", files), tmp_path / "out"))
+    assert "no part of data" in error and call.split(".")[-1] in error
     assert not mark.exists() and not (tmp_path / "out").exists()
 
 
@@ -188,52 +156,41 @@ def changed(**values: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, message",
     [
-        (b"", "is no CIFAR file"),
-        (b"hello", "is no CIFAR file"),
-        (pickle.dumps([1, 2]), "is no CIFAR file"),
-        (cifar10_files()["data_batch_1"][:5000], "is no CIFAR file"),
+        (b"hello", "cannot be read"),
+        (pickle.dumps([1, 2]), "cannot be read"),
+        (cifar10_files()["data_batch_1"][:5000], "cannot be read"),
         (changed(data=noise(4, 3071)), "its data is no array of 3072 bytes"),
         (changed(data=noise(4, 3072).astype(np.float32)), "its data is no array"),
-        (changed(data=[1, 2]), "its data is no array"),
         (changed(labels=[0, 1, 2, 10]), "its labels are no list of 0 to 9"),
-        (changed(labels=[0, 1, 2, -1]), "its labels are no list of 0 to 9"),
         (changed(labels=[0, 1, 2, 1.5]), "its labels are no list of 0 to 9"),
         (changed(labels=[0, 1]), "its data, labels and filenames do not go together"),
-        (changed(filenames=[b"a"] * 3), "its data, labels and filenames do not go together"),
         (changed(filenames=None), "its data, labels and filenames do not go together"),
     ],
 )
-def test_broken_batches(tmp_path, content, said):
+def test_broken_batches(tmp_path, content, message):
     """The file is named, and what is wrong in it."""
     source = write_files(tmp_path / "s", cifar10_files() | {"data_batch_1": content})
     error = is_refused(cifar.main, *argv(source, tmp_path / "out"))
-    assert f"data_batch_1: {said}" in error
+    assert f"data_batch_1: {message}" in error
 
 
 def test_sources_that_are_none(tmp_path):
-    """Missing files, an empty directory, no archive, no source at all: each said."""
+    """Missing files, an empty directory, half an archive, a bomb, no source at all."""
     files = cifar10_files()
     del files["data_batch_3"]
     source = write_files(tmp_path / "s", files)
     assert "has no data_batch_3;" in is_refused(cifar.main, *argv(source, tmp_path / "out"))
     (tmp_path / "empty").mkdir()
     assert "has no train, test;" in is_refused(cifar.main, *argv(tmp_path / "empty", tmp_path))
-    (tmp_path / "x.tar.gz").write_bytes(b"no archive")
-    error = is_refused(cifar.main, *argv(tmp_path / "x.tar.gz", tmp_path / "out"))
-    assert "is no readable archive" in error
-    packed = tar_gz_of(cifar10_files())
-    (tmp_path / "x.tar.gz").write_bytes(packed[: len(packed) // 2])
-    error = is_refused(cifar.main, *argv(tmp_path / "x.tar.gz", tmp_path / "out"))
-    assert "x.tar.gz" in error
+    packed, bomb = tar_gz_of(cifar10_files()), tarfile.TarInfo(f"{DIRECTORY}/test_batch")
+    bomb.size = 1 << 40
+    for content, message in (
+        (b"no archive", "x.tar.gz: cannot be read"),
+        (packed[: len(packed) // 2], "x.tar.gz: cannot be read"),
+        (bomb.tobuf() + bytes(10_240), "its test_batch has 1,099,511,627,776 bytes"),
+    ):
+        (tmp_path / "x.tar.gz").write_bytes(content)
+        assert message in is_refused(cifar.main, *argv(tmp_path / "x.tar.gz", tmp_path / "out"))
     assert "No such file" in is_refused(cifar.main, *argv(tmp_path / "none", tmp_path / "out"))
-
-
-def test_an_archive_with_a_file_too_large(tmp_path):
-    """A few bytes that would unpack to gigabytes are not unpacked."""
-    entry = tarfile.TarInfo(f"{DIRECTORY}/test_batch")
-    entry.size = 1 << 40
-    (tmp_path / "x.tar").write_bytes(entry.tobuf() + bytes(10_240))
-    error = is_refused(cifar.main, *argv(tmp_path / "x.tar", tmp_path / "out"))
-    assert "its test_batch has 1,099,511,627,776 bytes" in error

@@ -1,6 +1,7 @@
 """ImageNet in each of its forms: class folders, the official tars, subsets of classes."""
 
 import io
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -139,37 +140,21 @@ def test_subsets_follow_their_seed():
 
 
 def test_class_folders_need_their_split(tmp_path):
-    """Class folders right in the source are no split by name; with --split val they are test."""
-    source = write_files(tmp_path / "s", class_images(2))
-    assert "say --split" in is_refused(imagenet.main, *argv(source, tmp_path / "out"))
+    """Class folders right in the source are no split by name; with --split val they are test. What
+    desktop programs leave in folders is no image."""
+    hidden = {f"{CLASSES[0]}/.DS_Store": b"x", ".cache/x": b"y"}
+    source = write_files(tmp_path / "s", class_images(2) | hidden)
+    assert "give --split" in is_refused(imagenet.main, *argv(source, tmp_path / "out"))
     succeeds(imagenet.main, *argv(source, tmp_path / "out", "--split", "val"))
     assert len(samples_of(tmp_path / "out", "test")) == 8
-
-
-def test_hidden_files_are_no_images(tmp_path):
-    """What desktop programs leave in folders is not looked at."""
-    source = write_files(tmp_path / "s", class_images(1) | {f"{CLASSES[0]}/.DS_Store": b"x"})
-    write_files(source, {".cache/x": b"y"})
-    succeeds(imagenet.main, *argv(source, tmp_path / "out", "--split", "train"))
-    assert len(samples_of(tmp_path / "out", "train")) == 4
 
 
 def test_labels_do_not_depend_on_the_split_converted(tmp_path):
     """val lacks a class; converted alone, its labels are still those of train."""
     source = image_folders(tmp_path / "s")
-    for path in (source / "val" / CLASSES[0]).iterdir():
-        path.unlink()
-    (source / "val" / CLASSES[0]).rmdir()
+    shutil.rmtree(source / "val" / CLASSES[0])
     succeeds(imagenet.main, *argv(source, tmp_path / "out", "--split", "val"))
     assert {label for label, _ in labelled(tmp_path / "out", "test").values()} == {1, 2, 3}
-
-
-def test_a_class_that_only_val_has(tmp_path):
-    """Is a mistake in the source, and named."""
-    source = image_folders(tmp_path / "s")
-    write_files(source, {"val/n99999999/a.png": b""})
-    error = is_refused(imagenet.main, *argv(source, tmp_path / "out"))
-    assert "n99999999: is no class of train" in error
 
 
 def test_hostile_names_in_a_tar(tmp_path):
@@ -190,7 +175,7 @@ def test_hostile_names_in_a_tar(tmp_path):
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["out", "source"]
 
 
-@pytest.mark.parametrize("cut", [1, 600, 20_000])
+@pytest.mark.parametrize("cut", [1, 20_000])
 def test_a_tar_that_is_cut_off(tars, tmp_path, cut):
     """A download that broke off is not a smaller data set."""
     for name in (TRAIN_TAR, VAL_TAR):
@@ -198,64 +183,48 @@ def test_a_tar_that_is_cut_off(tars, tmp_path, cut):
         short = tmp_path / name
         short.write_bytes(content[: -min(cut, len(content) - 600)])
         error = is_refused(imagenet.main, *argv(short, tmp_path / "out", "--devkit", tars / DEVKIT))
-        assert f"{short}" in error and "is no readable tar" in error
+        assert f"{short}: " in error and "cannot be read" in error
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "broken, said",
-    [
-        (b"nothing", "is no readable archive"),
-        (tar_gz_of({"readme": b"x"}), "has no "),
-        (tar_gz_of({"meta.mat": b"x", "ILSVRC2012_validation_ground_truth.txt": b"1"}), "meta.mat"),
-        (None, "cannot be read: No such file"),
-    ],
-)
-def test_a_broken_kit(tars, tmp_path, broken, said):
-    """Named, with what is wrong with it."""
-    kit = tmp_path / "kit.tar.gz"
-    if broken is not None:
-        kit.write_bytes(broken)
+def test_broken_labels_of_val(tars, tmp_path):
+    """The kit or the text file is named, with what is wrong with it."""
     (tars / DEVKIT).unlink()
-    options = ("--devkit", kit) if broken is not None else ("--val-labels", tmp_path / "none")
-    outcome = run_command(imagenet.main, *argv(tars, tmp_path / "out", *options))
-    assert outcome.code == 2 and said in outcome.err, outcome
+    truth = "ILSVRC2012_validation_ground_truth.txt"
+    for option, content, message in (
+        ("--devkit", b"nothing", "cannot be read"),
+        ("--devkit", tar_gz_of({"readme": b"x"}), "has no "),
+        ("--devkit", tar_gz_of({"meta.mat": b"x", truth: b"1"}), "meta.mat: cannot be read"),
+        ("--val-labels", None, "cannot be read: No such file"),
+        ("--val-labels", b"n01440764\n" * 5, "has 6 images, but there are 5 labels"),
+        ("--val-labels", b"n99999999\n" * 6, "its class n99999999 is none of"),
+    ):
+        file = tmp_path / "labels"
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        outcome = run_command(imagenet.main, *argv(tars, tmp_path / "out", option, file))
+        assert outcome.code == 2 and message in outcome.err, outcome
 
 
-def test_labels_and_images_must_be_as_many(tars, tmp_path):
-    """Six images, five labels."""
-    (tmp_path / "labels.txt").write_text("\n".join(val_classes()[:5]))
-    options = ("--val-labels", tmp_path / "labels.txt")
-    error = is_refused(imagenet.main, *argv(tars, tmp_path / "out", *options))
-    assert "has 6 images, but there are 5 labels" in error
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (("--classes", 0), "--classes 0: the source has 4 classes"),
-        (("--classes", 5), "--classes 5: the source has 4 classes"),
-        (("--class-seed", -1), "--class-seed -1"),
-        (("--source", "nowhere"), "--source nowhere: is neither"),
-        (("--source", __file__), "say --split train or --split val"),
-    ],
-)
-def test_wrong_options_of_imagenet(tmp_path, options, said):
+def test_wrong_options_and_folders(tmp_path):
     """Named with their value and what is right."""
     source = image_folders(tmp_path / "s")
-    assert said in is_refused(imagenet.main, *argv(source, tmp_path / "out", *options))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_split_that_is_not_there(tmp_path):
-    """Only val is there, train is asked for."""
-    source = write_files(tmp_path / "s", {f"val/{k}": v for k, v in class_images(1).items()})
+    for options, message in (
+        (("--classes", 0), "--classes 0: the source has 4 classes"),
+        (("--classes", 5), "--classes 5: the source has 4 classes"),
+        (("--class-seed", -1), "--class-seed: -1: must be 0 to"),
+        (("--source", "nowhere"), "--source nowhere: is neither"),
+        (("--source", __file__), "give --split train or --split val"),
+    ):
+        assert message in is_refused(imagenet.main, *argv(source, tmp_path / "out", *options))
+    write_files(source, {"val/n99999999/a.png": b""})
+    error = is_refused(imagenet.main, *argv(source, tmp_path / "out"))
+    assert "n99999999: is no class of train" in error
+    shutil.rmtree(source / "train")
     error = is_refused(imagenet.main, *argv(source, tmp_path / "out", "--split", "train"))
     assert "--split train: " in error and "has none" in error
-
-
-def test_a_folder_in_a_class_folder(tmp_path):
-    """Its images would be lost silently, so it is refused by name."""
-    source = write_files(tmp_path / "s", class_images(1) | {f"{CLASSES[0]}/more/a.png": b"x"})
-    error = is_refused(imagenet.main, *argv(source, tmp_path / "out", "--split", "train"))
+    write_files(source, {f"val/{CLASSES[0]}/more/a.png": b"x"})  # it would be lost silently
+    error = is_refused(imagenet.main, *argv(source, tmp_path / "out"))
     assert f"{CLASSES[0]}/more: is no file" in error
+    assert not (tmp_path / "out").exists()

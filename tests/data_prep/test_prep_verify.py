@@ -5,9 +5,18 @@ import shutil
 
 import numpy as np
 import pytest
-from foreign_shards import encode, fails, flip, noise, write_shards, write_tar
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prep_sources import (
+    encoded,
+    flip,
+    is_refused,
+    noise,
+    run_command,
+    succeeds,
+    write_shards,
+    write_tar,
+)
 
 from data_prep import index
 from data_prep.verify import main
@@ -19,43 +28,38 @@ LABELS = [[0, 1, 2], [1, 1], [2, 0]]
 
 
 @pytest.fixture
-def shards(tmp_path, capsys):
+def shards(tmp_path):
     """A sound set of three shards with its index."""
     paths = write_shards(tmp_path, LABELS)
-    index.main([f"{tmp_path}/train-*.tar"])
-    capsys.readouterr()
+    succeeds(index.main, f"{tmp_path}/train-*.tar")
     return paths
 
 
-def faults(arguments, capsys) -> list[str]:
-    """The faults told by a command that ends with exit code 1."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    told = capsys.readouterr()
-    lines = [line for line in told.out.splitlines() if line.startswith("fault: ")]
-    assert ended.value.code == 1
+def faults(*arguments) -> list[str]:
+    """The faults that a command names before it ends with exit code 1."""
+    outcome = run_command(main, *arguments)
+    lines = [line for line in outcome.out.splitlines() if line.startswith("fault: ")]
     number = f"{len(lines)} fault{'s' if len(lines) > 1 else ''} in "
-    assert told.err.startswith(f"failed: {number}") and told.err.count("\n") == 1
+    assert outcome.code == 1 and outcome.err.startswith(f"failed: {number}"), outcome
+    assert outcome.err.count("\n") == 1
     return lines
 
 
-@pytest.mark.parametrize("form", ["directory", "index", "pattern"])
-@pytest.mark.parametrize("options", [[], ["--decode"], ["--workers", "1"]])
-def test_a_sound_set(tmp_path, shards, capsys, form, options):
-    """However it is named: exit code 0 and one line, with how much was looked at."""
-    named = {"directory": "", "index": "/train.index.json", "pattern": "/train-*.tar"}[form]
-    main([f"{tmp_path}{named}", *options])
+@pytest.mark.parametrize("named", ["", "/train.index.json", "/train-*.tar"])
+def test_a_sound_set(tmp_path, shards, named):
+    """However it is named: exit code 0 and one line, with how much was checked."""
     size = sum(path.stat().st_size for path in shards)
-    decoded = ", every image decoded" if "--decode" in options else ""
-    assert capsys.readouterr().out == f"sound: 3 shards, 7 samples, {size:,} bytes{decoded}\n"
+    sound = f"sound: 3 shards, 7 samples, {size:,} bytes"
+    assert succeeds(main, f"{tmp_path}{named}", "--workers", 1) == f"{sound}\n"
+    assert succeeds(main, f"{tmp_path}{named}", "--decode") == f"{sound}, every image decoded\n"
 
 
-def test_missing_cut_and_changed_shards_are_each_named(tmp_path, shards, capsys):
+def test_missing_cut_and_changed_shards_are_each_named(tmp_path, shards):
     """Three faults of three kinds at once: none hides another."""
     shards[0].unlink()
     shards[1].write_bytes(shards[1].read_bytes()[:1536])
     flip(shards[2], int(scan_tar(shards[2])[0][1]["offset"]) + 60)
-    found = faults([tmp_path], capsys)
+    found = faults(tmp_path)
     assert f"fault: {shards[0]}: is missing" in found
     cut = [line for line in found if line.startswith(f"fault: {shards[1]}: ")]
     assert any("has 1536 bytes, the index says 10240: it is cut off" in line for line in cut)
@@ -63,7 +67,7 @@ def test_missing_cut_and_changed_shards_are_each_named(tmp_path, shards, capsys)
     assert any("2 samples lie beyond its end, the first is s1_0" in line for line in cut)
     changed = [line for line in found if line.startswith(f"fault: {shards[2]}: ")]
     assert changed == [
-        f"fault: {shards[2]}: its sha256 is not that of the index: bytes in it have changed"
+        f"fault: {shards[2]}: its sha256 is not that of the index: bytes have changed"
     ]
 
 
@@ -87,52 +91,48 @@ def test_one_bit_anywhere_is_noticed(tmp_path_factory, data):
     assert ended.value.code == 1
 
 
-def test_decoding_names_the_sample_of_a_flipped_byte(tmp_path, shards, capsys):
-    """A PNG has checksums: its shard and its key are told."""
+def test_decoding_names_the_sample_of_a_flipped_byte(tmp_path, shards):
+    """A PNG has checksums: its shard and its key are named."""
     record = scan_tar(shards[2])[0][1]
     flip(shards[2], int(record["offset"]) + int(record["size"]) // 2)
-    first, second = faults([tmp_path, "--decode"], capsys)
+    first, second = faults(tmp_path, "--decode")
     assert first.startswith(f"fault: {shards[2]}: its sha256 is not that of the index")
     assert second.startswith(f"fault: {shards[2]}: sample s2_1 is a damaged PNG")
 
 
-def test_a_jpeg_that_was_cut_inside_is_named(tmp_path, capsys):
-    """Sound as a tar, and with the right sha256: only decoding tells."""
-    image = encode(noise(32, 32, 3), "jpeg")
+def test_a_jpeg_that_was_cut_inside_is_named(tmp_path):
+    """Sound as a tar, and with the right sha256: only decoding shows it."""
+    image = encoded(noise(32, 32, 3), "JPEG")
     broken = image[: len(image) // 2]
     members = [("a.cls", b"0"), ("a.jpg", image), ("b.cls", b"0"), ("b.jpg", broken)]
     path = write_tar(tmp_path / "x.tar", members)
     index.main([str(path)])
     main([str(tmp_path)])
-    [fault] = faults([tmp_path, "--decode"], capsys)
+    [fault] = faults(tmp_path, "--decode")
     assert fault.startswith(f"fault: {path}: sample b is a damaged JPEG")
 
 
-def test_a_changed_label_is_named(tmp_path, shards, capsys):
+def test_a_changed_label_is_named(tmp_path, shards):
     """The tar's own labels are compared with the records, whatever the sha256 says."""
     content = shards[0].read_bytes()
     flip(shards[0], content.index(b"s0_2.cls") + 512)  # the class 2 becomes 3
-    found = faults([tmp_path], capsys)
+    found = faults(tmp_path)
     assert f"fault: {shards[0]}: sample s0_2 has the label 3, not 2 as the index says" in found
 
 
-def test_an_exchanged_shard(tmp_path, shards, capsys):
-    """Another shard of the same length under its name: sha256, records and labels all tell."""
+def test_an_exchanged_and_a_longer_shard(tmp_path, shards):
+    """Another shard of the same length under its name: sha256, records and labels all differ."""
     shutil.copy(shards[1], shards[2])
-    found = "\n".join(faults([tmp_path], capsys))
+    found = "\n".join(faults(tmp_path))
     assert "its sha256 is not that of the index" in found and "the label 1, not 2" in found
-
-
-def test_a_shard_that_has_grown(tmp_path, shards, capsys):
-    """More bytes than the index says."""
+    shutil.copy(shards[1], shards[2])
     with shards[1].open("ab") as file:
         file.write(bytes(512))
-    [fault] = faults([tmp_path], capsys)
-    assert "has 10752 bytes, the index says 10240: it has grown" in fault
+    assert "has 10752 bytes, the index says 10240: it has grown" in faults(shards[1])[0]
 
 
 @pytest.mark.parametrize("how", ["changed", "cut", "missing"])
-def test_damaged_records(tmp_path, shards, capsys, how):
+def test_damaged_records(tmp_path, shards, how):
     """The index.npy has its own sha256; without it the shards are still looked at."""
     records = tmp_path / "train.index.npy"
     if how == "changed":
@@ -142,110 +142,82 @@ def test_damaged_records(tmp_path, shards, capsys, how):
     else:
         records.unlink()
     flip(shards[1], 600)
-    first, second, *others = faults([tmp_path], capsys)
+    first, second, *others = faults(tmp_path)
     assert first.startswith(f"fault: {records}: ") and second.startswith(f"fault: {shards[1]}: ")
     assert not others
 
 
-def test_class_counts_that_are_not_those_of_the_records(tmp_path, shards, capsys):
+def test_class_counts_that_are_not_those_of_the_records(tmp_path, shards):
     """An index whose counts were edited is no longer believed."""
     path = tmp_path / "train.index.json"
     values = json.loads(path.read_bytes())
     values["shards"][1]["class_counts"] = {"1": 1, "7": 1}
     path.write_text(json.dumps(values))
-    assert faults([tmp_path], capsys) == [
+    assert faults(tmp_path) == [
         f"fault: {shards[1]}: has 2 samples of class 1, the index says 1",
         f"fault: {shards[1]}: has 0 samples of class 7, the index says 1",
     ]
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[]", b"\xff\xfe", b'{"shards": 3}', b"[" * 99999]
-)
-def test_an_index_that_is_none(tmp_path, shards, capsys, content):
-    """Damage of the index is a fault as any other, and the other sets are still looked at."""
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"shards": 3}', b"[" * 99999])
+def test_an_index_that_is_none(tmp_path, shards, content):
+    """Damage of the index is a fault as any other, and the other sets are still checked."""
     (tmp_path / "other").mkdir()
-    other = write_shards(tmp_path / "other", [[0]])
-    index.main([str(other[0])])
-    other[0].unlink()
+    [other] = write_shards(tmp_path / "other", [[0]])
+    index.main([str(other)])
+    other.unlink()
     (tmp_path / "train.index.json").write_bytes(content)
-    first, second = faults([tmp_path, tmp_path / "other"], capsys)
+    first, second = faults(tmp_path, tmp_path / "other")
     assert first.startswith(f"fault: {tmp_path}/train.index.json: is not an index of shards")
-    assert second == f"fault: {other[0]}: is missing"
+    assert second == f"fault: {other}: is missing"
 
 
-def test_an_extra_shard_is_a_warning(tmp_path, shards, capsys):
-    """A shard that the index does not know may be of an older conversion."""
-    shutil.copy(shards[0], tmp_path / "train-000007.tar")
-    main([str(tmp_path)])
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == (
-        f"warning: {tmp_path}/train-000007.tar: is not in {tmp_path}/train.index.json, and is not "
-        "looked at"
-    )
-    assert out[-1].startswith("sound: 3 shards")
-
-
-def test_only_the_shards_asked_for_are_looked_at(tmp_path, shards, capsys):
-    """A pattern of some shards of a set leaves the others alone."""
-    shards[0].unlink()
-    main([str(shards[1]), str(shards[2])])
-    assert capsys.readouterr().out.startswith("sound: 2 shards, 4 samples")
-
-
-def test_a_shard_asked_for_that_the_index_does_not_know(tmp_path, shards, capsys):
-    """Named by the user, it cannot be passed over with a warning."""
+def test_shards_that_the_index_does_not_know(tmp_path, shards):
+    """In the directory, as an older conversion leaves them, a warning; named by the user, a fault.
+    Of a set only the shards that were asked for are checked."""
     extra = tmp_path / "train-000007.tar"
     shutil.copy(shards[0], extra)
-    [fault] = faults([extra, shards[1]], capsys)
-    assert fault == f"fault: {extra}: is not in {tmp_path}/train.index.json"
+    lines = succeeds(main, tmp_path).splitlines()
+    assert lines[0].startswith(f"warning: {extra}: is not in {tmp_path}/train.index.json")
+    assert lines[-1].startswith("sound: 3 shards")
+    shards[0].unlink()
+    assert succeeds(main, shards[1], shards[2]).startswith("sound: 2 shards, 4 samples")
+    assert faults(extra, shards[1]) == [f"fault: {extra}: is not in {tmp_path}/train.index.json"]
 
 
-def test_shards_without_an_index(tmp_path, capsys):
-    """They are looked at for what they are, and that there is nothing to compare is said."""
+def test_shards_without_an_index(tmp_path):
+    """They are checked on their own, with a warning; of many faults twenty are named."""
     paths = write_shards(tmp_path, LABELS)
-    main([str(tmp_path), "--decode"])
-    out = capsys.readouterr().out
-    assert out.startswith(f"warning: {tmp_path}/train: has no index")
-    assert "sound: 3 shards, 7 samples" in out
-    record = scan_tar(paths[1])[0][0]
-    flip(paths[1], int(record["offset"]) + 40)
-    [fault] = faults([tmp_path, "--decode"], capsys)
+    printed = succeeds(main, tmp_path, "--decode")
+    assert printed.startswith(f"warning: {tmp_path}/train: has no index")
+    assert "sound: 3 shards, 7 samples" in printed
+    flip(paths[1], int(scan_tar(paths[1])[0][0]["offset"]) + 40)
+    [fault] = faults(tmp_path, "--decode")
     assert fault.startswith(f"fault: {paths[1]}: sample s1_0 is a damaged PNG")
-
-
-def test_a_size_that_is_not_the_records(tmp_path, shards, capsys):
-    """Decoded images are compared with the height and width of the index."""
-    records = tmp_path / "train.index.npy"
-    samples = len(np.load(records))
-    changed = np.array(map_records(records, samples))
-    changed["height"][3] = 9
-    np.save(records, changed)
-    digest = index.file_sha256(records)
-    path = tmp_path / "train.index.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"records": digest}))
-    main([str(tmp_path)])
-    [fault] = faults([tmp_path, "--decode"], capsys)
-    assert fault == f"fault: {shards[1]}: sample s1_0 is 8×9, the index says 9×9"
-
-
-def test_many_faults_of_one_shard_are_counted(tmp_path, capsys):
-    """The first twenty samples are named, the others are a number."""
-    members = []
-    for i in range(30):
-        members += [(f"k{i}.cls", b"0"), (f"k{i}.png", b"no image")]
-    write_tar(tmp_path / "a.tar", members)
-    found = faults([tmp_path, "--decode"], capsys)
+    members = [(f"k{i}.{s}", c) for i in range(30) for s, c in (("cls", b"0"), ("png", b"none"))]
+    found = faults(write_tar(tmp_path / "a.tar", members), "--decode")
     assert len(found) == 21 and "sample k0 is neither a JPEG nor a PNG" in found[0]
     assert "10 more of its samples have such faults" in found[-1]
 
 
-def test_wrong_arguments(tmp_path, capsys):
+def test_a_size_that_is_not_the_records(tmp_path, shards):
+    """Decoded images are compared with the height and width of the index."""
+    records = tmp_path / "train.index.npy"
+    changed = np.array(map_records(records, len(np.load(records))))
+    changed["height"][3] = 9
+    np.save(records, changed)
+    path, digest = tmp_path / "train.index.json", index.file_sha256(records)
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"records": digest}))
+    succeeds(main, tmp_path)
+    [fault] = faults(tmp_path, "--decode")
+    assert fault == f"fault: {shards[1]}: sample s1_0 is 8×9, the index says 9×9"
+
+
+def test_wrong_arguments(tmp_path):
     """What is not there was not damaged: exit code 2."""
-    assert "there is no such index" in fails(main, [tmp_path / "no.index.json"], capsys)
-    assert "no shard" in fails(main, [tmp_path / "none.tar"], capsys)
-    assert "holds neither an index" in fails(main, [tmp_path], capsys)
-    assert "is not on this machine" in fails(main, ["pipe:cat a.tar"], capsys)
-    assert "required: SET" in fails(main, [], capsys)
+    assert "there is no such index" in is_refused(main, tmp_path / "no.index.json")
+    assert "no shard" in is_refused(main, tmp_path / "none.tar")
+    assert "holds neither an index" in is_refused(main, tmp_path)
+    assert "is not on this machine" in is_refused(main, "pipe:cat a.tar")
     (tmp_path / "a.beton").write_bytes(b"")
-    assert "data_prep.ffcv --index" in fails(main, [tmp_path], capsys)
+    assert "data_prep.ffcv --index" in is_refused(main, tmp_path)

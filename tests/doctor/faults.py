@@ -1,4 +1,4 @@
-"""A small run on small sets, made to be broken, and places that are small or cannot be written."""
+"""A small run to be broken, and places that are small or cannot be written."""
 
 import subprocess
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sets_making import write_set
 
-from lipnext_scale.doctor.report import Finding
-from lipnext_scale.recipe import Recipe, load_recipe
+from lipnext_scale.checks import Finding
+from lipnext_scale.config.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "configs" / "digits.yaml")

@@ -1,4 +1,4 @@
-"""The command: its exit codes, and a machine from which packages are missing."""
+"""The command, its findings, and a machine from which packages are missing."""
 
 import json
 import os
@@ -10,31 +10,68 @@ from pathlib import Path
 import pytest
 from faults import DIGITS, ROOT, mounted
 
-from lipnext_scale.doctor import environment
-from lipnext_scale.doctor.__main__ import main
+from lipnext_scale.checks import Finding, environment, look, ok, size, warn, wrong
+from lipnext_scale.checks.network import Launch, expand_nodes, launch_of
+from lipnext_scale.doctor import as_json, as_text, main
+from lipnext_scale.utils.config import ConfigError
+from lipnext_scale.utils.errors import UserError
 
 
-def doctor(*arguments: str, python: tuple[str, ...] = (), path: str = str(ROOT), **variables: str):
+def doctor(*arguments: str, python: tuple[str, ...] = (), path: str = str(ROOT)):
     return subprocess.run(
         [sys.executable, *python, "-m", "lipnext_scale.doctor", *arguments],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
     )
 
 
+# ---- findings ------------------------------------------------------------------------------------
+
+
+def test_a_line_has_the_state_the_fact_and_the_fix():
+    findings = [ok("python", "3.11"), warn("gpu", "none", "--gpus all"), wrong("a", "b", "c=1")]
+    assert as_text(findings).splitlines() == [
+        "ok     python: 3.11",
+        "warn   gpu: none  →  --gpus all",
+        "wrong  a: b  →  c=1",
+        "1 wrong, 1 warn, 1 ok",
+    ]
+    values = json.loads(as_json(findings))
+    assert [Finding(**each) for each in values["findings"]] == findings and values["wrong"]
+    assert size(25.3e9) == "25.3 GB"
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "text", "fix"),
+    [
+        (ConfigError("data.workers", -1, "must be 0"), "", "data.workers = -1", "must be 0"),
+        (ConfigError("a", 1, "no shard"), "convert it", "a = 1: no shard", "convert it"),
+        (UserError("x.tar: is short"), "convert it", "x.tar: is short", "convert it"),
+        (ZeroDivisionError("of\na check"), "b", "ZeroDivisionError: of a check", "b"),
+    ],
+)
+def test_an_error_is_a_finding_with_a_fix(error, given, text, fix):
+    """A check that fails or crashes does not end the others."""
+
+    def fail():
+        raise error
+
+    assert look("disk", fail, given) == [wrong("disk", text, fix)]
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
-        (["model.width"], "must have the form section.key=value"),
         (["--timeout", "0"], "--timeout 0: must be at least 1"),
-        (["--unknown"], "unrecognized arguments"),
+        (["--ranks", "x"], "invalid int value: 'x'"),
     ],
 )
 def test_mistakes_in_the_arguments_end_with_2(arguments, said, capsys):
-    """One line, before anything is looked at."""
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
@@ -48,122 +85,94 @@ def test_a_sound_machine_and_run(tmp_path):
     values = json.loads(done.stdout)
     assert done.returncode == 0 and not values["wrong"], done.stdout
     found = {finding["check"]: finding for finding in values["findings"]}
-    for check in ("python", "package torch", "cpu", "memory", "shared memory", "libjpeg-turbo"):
+    for check in ("python", "package torch", "cpu", "memory", "shared memory", "gloo"):
         assert found[check]["state"] == "ok", found[check]
-    for check in ("gloo", "batch", "data.train", "data.test", "run.dir", "disk"):
+    for check in ("configuration", "batch", "device", "memory of the run", "data", "run.dir"):
         assert found[check]["state"] == "ok", found[check]
-    assert all(f["mend"] for f in values["findings"] if f["state"] != "ok")
+    assert all(f["fix"] for f in values["findings"] if f["state"] != "ok")
     assert list(tmp_path.iterdir()) == []
-
-
-def installation_without(tmp: Path, *left_out: str) -> Path:
-    """This installation's packages by links, but some."""
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if not entry.name.lower().startswith(left_out):
-            (tmp / entry.name).symlink_to(entry)
-    return tmp
 
 
 @pytest.mark.slow
 def test_packages_that_are_missing_or_broken(tmp_path):
-    """Needed ones are wrong, optional ones only told; and all else is still looked at."""
-    packages = installation_without(tmp_path, "deepspeed", "webdataset", "simplejpeg")
-    for entry in Path(sysconfig.get_path("purelib")).glob("simplejpeg-*"):
-        (tmp_path / entry.name).symlink_to(entry)  # it says that it is there
+    """A needed one is wrong, an optional one a warning; all else is still checked."""
+    site = Path(sysconfig.get_path("purelib"))
+    for entry in site.iterdir():  # this installation's packages by links, but some
+        if not entry.name.lower().startswith(("deepspeed", "webdataset", "simplejpeg.")):
+            (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / "simplejpeg").unlink()
     (tmp_path / "simplejpeg.py").write_text("raise ImportError('libjpeg.so: cannot open')\n")
-    done = doctor("--config", DIGITS, python=("-S",), path=f"{packages}:{ROOT}")
-    lines = done.stdout.splitlines()
-
-    def line(check: str) -> str:
-        (found,) = [line for line in lines if f"  {check}: " in line]
-        return found
-
-    assert done.returncode == 1 and done.stderr == "", done.stderr
-    assert line("package deepspeed").startswith("warn   package deepspeed: not installed; optional")
-    assert "pip install -c constraints.txt '.[deepspeed]'" in line("package deepspeed")
-    assert line("package webdataset").startswith("wrong  package webdataset: not installed")
-    assert "pip install -c constraints.txt 'webdataset>=" in line("package webdataset")
-    assert line("package simplejpeg").startswith("wrong") and "cannot open" in line(
-        "package simplejpeg"
-    )
-    assert "--force-reinstall" in line("package simplejpeg")
-    assert line("libjpeg-turbo").startswith("wrong") and "cannot open" in line("libjpeg-turbo")
-    assert line("configuration").startswith("wrong") and "cannot be read" in line("configuration")
-    assert line("gloo").startswith("ok")
-
-
-def test_packages_that_end_the_process_are_told_from_others(tmp_path, monkeypatch):
-    """One process imports all; where one of them ends it, each is tried by itself."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "broken.py").write_text("raise ImportError('first line\\nlib.so: cannot open')\n")
-    (tmp_path / "talking.py").write_text("print('welcome', end='')\n")
-    found = environment.import_failures(["yaml", "broken", "talking", "nowhere"])
-    missing = "ModuleNotFoundError: No module named 'nowhere'"
-    assert found == {"broken": "lib.so: cannot open", "nowhere": missing}
-    (tmp_path / "crashing.py").write_text("import os\nos.abort()\n")
-    found = environment.import_failures(["yaml", "crashing", "broken"])
-    assert found == {"broken": "lib.so: cannot open", "crashing": "it ended with -6"}
-
-
-@pytest.mark.slow
-def test_without_torch_the_processes_of_a_launch_say_so(tmp_path):
-    """As srun starts them: the first one tells of its node, others what it cannot know."""
-    packages = installation_without(tmp_path, "torch")
-    told = []
-    for rank, local in ((0, 0), (1, 1), (2, 0)):
-        variables = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu[08-09]"}
-        variables |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local)}
-        told.append(doctor(python=("-S",), path=f"{packages}:{ROOT}", **variables))
-    first, same_node, other_node = told
-    assert "wrong  package torch: not installed" in first.stdout and first.returncode == 1
-    untried = "torch cannot be imported: No module named 'torch'"
-    assert f"wrong  processes: not tried by rank 0 on gpu08: {untried}" in first.stdout
-    assert (first.stderr, same_node.stdout, same_node.stderr) == ("", "", "")
-    assert other_node.stderr.startswith("rank 2: wrong  processes: not tried by rank 2 on gpu09: ")
-    assert other_node.stderr.count("\n") == 1
+    done = doctor("--config", DIGITS, python=("-S",), path=f"{tmp_path}:{ROOT}")
+    lines = {line.split(":")[0]: line for line in done.stdout.splitlines()}
+    assert done.returncode == 1, done.stderr
+    deepspeed = lines["warn   package deepspeed"]
+    assert "not installed; optional" in deepspeed and "'.[deepspeed]'" in deepspeed
+    assert "not installed" in lines["wrong  package webdataset"]
+    broken = lines["wrong  imports of needed packages"]
+    assert "cannot open" in broken and "--force-reinstall" in broken
+    assert "install the packages above" in lines["wrong  configuration"]
+    assert "ok     gloo" in lines
 
 
 # ---- the machine ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("threads", "ranks", "state", "mend"),
-    [
-        ("1", 1, "ok", ""),
-        ("4096", 4, "warn", "export OMP_NUM_THREADS="),
-        ("many", 1, "wrong", "export OMP_NUM_THREADS=1"),
-    ],
+    ("threads", "ranks", "state"), [("1", 1, "ok"), ("4096", 4, "warn"), ("many", 1, "ok")]
 )
-def test_threads_of_all_processes_fit_the_cpus(threads, ranks, state, mend, monkeypatch):
-    """Processes that each take all CPUs wait for each other."""
+def test_threads_of_all_processes_fit_the_cpus(threads, ranks, state, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    found = environment.cpus(ranks)
-    assert found.state == state and found.mend.startswith(mend)
+    assert environment.cpus(ranks).state == state
 
 
-def test_little_shared_memory_is_told(tmp_path):
+def test_little_shared_memory_is_a_warning(tmp_path):
     """64 MB, as containers have by default."""
-    assert environment.shared_memory().check == "shared memory"
     with mounted(tmp_path / "shm", "size=64m") as small:
         found = environment.shared_memory(str(small))
-    assert found.state == "warn" and "--shm-size" in found.mend
+    assert found.state == "warn" and "--shm-size" in found.fix
+
+
+def test_versions_and_requirements_are_read_as_pip_writes_them():
+    """1.10 is newer than 1.9."""
+    extra = 'deepspeed>=0.19.8; extra == "deepspeed"'
+    assert environment.parsed(extra) == ("deepspeed", "0.19.8", "deepspeed")
+    assert environment.parsed("lipnext-scale[prep]; extra == 'all'") == ("lipnext_scale", "", "all")
+    old = environment.package("x", "1.10", "", "1.9.1+cpu")
+    assert old.state == "wrong" and "pip install -c constraints.txt 'x>=1.10'" in old.fix
+    assert environment.package("x", "1.9", "", "1.10").state == "ok"
+
+
+# ---- the launch ----------------------------------------------------------------------------------
+
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "20007",
+}
 
 
 @pytest.mark.parametrize(
-    ("requirement", "parsed"),
+    ("listed", "names"),
     [
-        ("torch>=2.6", ("torch", "2.6", "")),
-        ('deepspeed>=0.19.8; extra == "deepspeed"', ("deepspeed", "0.19.8", "deepspeed")),
-        ("lipnext-scale[prep]; extra == 'all'", ("lipnext_scale", "", "all")),
+        ("", []),
+        ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
+        ("a1,b[9-10]-ib,c", ["a1", "b9-ib", "b10-ib", "c"]),
     ],
 )
-def test_requirements_are_read_as_pip_writes_them(requirement, parsed):
-    """From pyproject.toml or from the metadata of an installation."""
-    assert environment._parsed(requirement) == parsed
+def test_names_of_nodes_are_written_out(listed, names):
+    assert expand_nodes(listed) == names
 
 
-def test_versions_are_compared_as_numbers():
-    """1.10 is newer than 1.9."""
-    old = environment._package("x", "1.10", "", "1.9.1+cpu", "")
-    assert old.state == "wrong" and "pip install -c constraints.txt 'x>=1.10'" in old.mend
-    assert environment._package("x", "1.9", "", "1.10", "").state == "ok"
+def test_srun_and_torchrun_are_launchers():
+    """With srun alone rank 0's node is where they meet, and the port is the job's own; torchrun,
+    which srun may start, goes first; a batch script itself is one process."""
+    launch = launch_of(SRUN)
+    assert launch == Launch(3, 4, 1, 2, "gpu08", 20007, False, ("gpu08", "gpu09"))
+    assert launch.name_of(2) == "rank 2 on gpu09"
+    own = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    own |= {"MASTER_ADDR": "gpu08", "MASTER_PORT": "29400", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    nodes = ("gpu08", "gpu09")
+    assert launch_of({**SRUN, **own}) == Launch(5, 8, 1, 4, "gpu08", 29400, True, nodes)
+    assert launch_of({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == Launch()

@@ -11,34 +11,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from parallel.launch_commands import ROOT, workers
+from distributed.launch_commands import ROOT, workers
 from small_disk import fill
 
 from lipnext_scale.checkpoint.directory import complete_checkpoints
 
-# A fault costs some ten steps, until a checkpoint is seen and all ranks are found.
+# A fault costs some ten steps. Few records: checkpoints shall meet the full disk.
 RANKS, STEPS, EVERY = 4, 200, 5
-SETTINGS = [
-    "data.train=builtin:digits/test-*.tar.gz",
-    "data.test=builtin:digits/test-*.tar.gz",
-    "data.batch_size=72",
-    "data.workers=1",
-    "model.depth=2",
-    "model.width=16",
-    "model.image_size=8",
-    "model.patch_size=4",
-    "model.in_channels=1",
-    "parallel.engine=fsdp",
-    f"optim.epochs={STEPS // 5}",
-    "optim.warmup_epochs=1",
-    "optim.lookahead=3",
-    "loss.logit_scale=8",
-    "run.eval_every=0",
-    "run.summary=false",
-    "run.log_every=1000",  # a full disk shall be met by checkpoints
-    f"run.checkpoint_every={EVERY}",
-    "run.keep_checkpoints=3",
-]
+SETTINGS = f"""
+data.train=builtin:digits/test-*.tar.gz data.test=builtin:digits/test-*.tar.gz
+data.batch_size=72 data.workers=1 model.depth=2 model.width=16 model.image_size=8
+model.patch_size=4 model.in_channels=1 parallel.engine=fsdp optim.epochs={STEPS // 5}
+optim.warmup_epochs=1 optim.lookahead=3 loss.logit_scale=8 run.eval_every=0 run.summary=false
+run.log_every=1000 run.checkpoint_every={EVERY} run.keep_checkpoints=3
+""".split()
 PATIENCE = 240  # seconds, for one thing to happen on a busy machine
 
 
@@ -160,14 +146,14 @@ class Chaos:
 
     def fill_disk(self) -> None:
         """Until a checkpoint could not be written; the run goes on, or is started again."""
-        told = self.run.said().count("No space left on device")
+        before = self.run.said().count("No space left on device")
         newest, restarts = self.run.newest(), len(self.run.continued_at())
         self.note("disk full")
         filler = self.run.directory / "filler"
 
         def complained() -> bool:
             fill(filler)  # again and again: an older checkpoint that goes leaves room for a new one
-            return self.run.said().count("No space left on device") > told
+            return self.run.said().count("No space left on device") > before
 
         try:
             self.run.wait_for(complained, "complaint")

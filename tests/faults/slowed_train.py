@@ -11,7 +11,7 @@ if __name__ == "__main__":
 
 from lipnext_scale.data import Batch
 from lipnext_scale.train import main
-from lipnext_scale.trainer import Trainer
+from lipnext_scale.training.trainer import Trainer
 
 PAUSE = 0.02  # seconds
 _step = Trainer.train_step

@@ -53,16 +53,16 @@ def fire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fire]:
         yield Fire(run, straight, chaos, done)
 
 
-def test_a_run_under_fire_ends_with_the_same_bits(fire: Fire) -> None:
+def test_a_run_under_fire_ends_with_the_same_bits(fire):
     """Weights, optimizer state and place are those of an undisturbed run, and every restart went
-    on from the newest whole checkpoint: nothing was lost but the steps since."""
+    on from the newest intact checkpoint: nothing was lost but the steps since."""
     assert len(fire.chaos.done) >= 20
     assert fire.run.continued_at() == fire.chaos.expected
     assert final_state(fire.run.directory)["step"] == STEPS
     assert_same(final_state(fire.run.directory), final_state(fire.straight.directory))
 
 
-def test_full_disks_were_among_its_faults(fire: Fire) -> None:
+def test_full_disks_were_among_its_faults(fire):
     if not fire.on_small_disk:
         pytest.skip("a tmpfs cannot be mounted here: the run was killed more often instead")
     assert fire.chaos.done.count("disk full") == FULL_DISKS

@@ -1,6 +1,5 @@
 """A small run for launchers: 60 steps on digits, over as many processes as they start."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,24 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from parallel.launch_commands import free_port, workers
+from distributed import launch_commands
+from distributed.launch_commands import free_port, workers
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
-SETTINGS = [
-    "data.test=builtin:digits/test-*.tar.gz",
-    "data.batch_size=72",
-    "model.depth=2",
-    "model.width=16",
-    "optim.epochs=12",
-    "optim.warmup_epochs=1",
-    "optim.lookahead=3",
-    "run.device=cpu",
-    "run.eval_every=0",
-    "run.log_every=1",
-    "run.checkpoint_every=0",
-    "run.summary=false",
-]
+SETTINGS = [*launch_commands.SETTINGS, "optim.epochs=12", "run.device=cpu", "run.eval_every=0"]
 # The digits demo in place of the paper's sizes, on CPUs instead of eight GPUs a node.
 VARIABLES = {
     "LIPNEXT_CONFIG": "configs/digits.yaml",
@@ -43,15 +30,6 @@ def environment(**variables: str) -> dict[str, str]:
     return {**others, **VARIABLES, **variables}
 
 
-def steps_told(run: Path) -> list[int]:
-    metrics = run / "metrics.jsonl"
-    if not metrics.exists():
-        return []
-    lines = metrics.read_text().splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]  # one may be half written
-    return [record["step"] for record in records if "train/loss" in record]
-
-
 @contextmanager
 def two_machines(
     run: Path, *overrides: str, **variables: str
@@ -59,7 +37,7 @@ def two_machines(
     """launch/torchrun.sh on each, with a process a machine; here both are this one, with two of its
     addresses. Afterwards nothing is left of them."""
     command = [str(ROOT / "launch" / "torchrun.sh"), "configs/digits.yaml", *SETTINGS]
-    command += ["data.train=builtin:digits/test-*.tar.gz", f"run.dir={run}", *overrides]
+    command += [f"run.dir={run}", *overrides]
     variables = {
         "LIPNEXT_NODES": "2",
         "LIPNEXT_PROCS_PER_NODE": "1",

@@ -33,7 +33,7 @@ AuthType=auth/munge
 AuthInfo=socket={directory}/munge.socket,cred_expire=10
 # Nodes meet at a port and by a name that follow from it: two clusters must not have the same.
 FirstJobId={first_job}
-ProctrackType=proctrack/{proctrack}
+ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -44,10 +44,6 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 GresTypes=gpu
 ReturnToService=2
-# What a busy machine may take to save after SIGTERM.
-KillWait=120
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool.%n
@@ -58,29 +54,19 @@ SlurmdLogFile={directory}/slurmd.%n.log
 NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} {claims}
 NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} {claims}
 PartitionName=DEFAULT Nodes={nodes[0]},{nodes[1]} OverSubscribe=YES State=UP
-PartitionName=main Default=YES PriorityTier=1 GraceTime=120
-PartitionName=urgent PriorityTier=2
+PartitionName=main Default=YES
 """
 CLAIMS = "CPUs=128 RealMemory=1000000 Gres=gpu:8"
-# Cgroups are the machine's: their names must not be those of another test's cluster.
 NODES = [f"n{os.getpid()}-{number}" for number in range(2)]
-CGROUPS = Path("/sys/fs/cgroup")
-CGROUP_CONF = f"""\
-CgroupPlugin=cgroup/v1
-CgroupMountpoint={CGROUPS}
-CgroupAutomount=no
-"""
 
 
-def why_not(proctrack: str = "linuxproc") -> str | None:
-    """Why there can be no cluster here. proctrack: how it follows the processes of a job."""
+def why_not() -> str | None:
+    """Why there can be no cluster here."""
     if os.geteuid() != 0:
         return "a Slurm cluster of our own needs root"
     missing = [name for name in NEEDED if shutil.which(name, path=_path()) is None]
     if missing:
         return f"no {', '.join(missing)} here: apt-get install slurm-wlm munge"
-    if proctrack == "cgroup" and not os.access(CGROUPS / "freezer", os.W_OK):
-        return f"no {CGROUPS}/freezer (cgroup v1) here that can be written"
     return None
 
 
@@ -113,23 +99,19 @@ class SlurmCluster:
         """The job's number."""
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd, **variables).strip()
 
-    def told(self, job: str, field: str) -> str:
+    def field(self, job: str, field: str) -> str:
         """A field of `scontrol show job`."""
         (value,) = re.findall(rf"\b{field}=(\S*)", self.run("scontrol", "show", "job", job))
         return value
 
-    def state(self, job: str) -> str:
-        return self.told(job, "JobState")
-
-    def processes(self) -> list[tuple[int, list[bytes], list[bytes]]]:
-        """(number, command, environment) of all that jobs have started."""
+    def processes(self) -> list[int]:
+        """All that jobs have started."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has just ended
                 environment = (process / "environ").read_bytes().split(b"\0")
                 if f"SLURM_CONF={self.directory}/slurm.conf".encode() in environment:
-                    command = (process / "cmdline").read_bytes().split(b"\0")
-                    found.append((int(process.name), command, environment))
+                    found.append(int(process.name))
         return found
 
     def has_ended(self, job: str) -> bool:
@@ -137,11 +119,11 @@ class SlurmCluster:
         states = re.findall(r"\bJobState=(\S*)", self.run("scontrol", "show", "job", job))
         return not UNFINISHED.intersection(states)
 
-    def wait_for_end(self, job: str) -> str:
-        """The state in which a job ended."""
+    def wait_for_end(self, job: str) -> tuple[str, str]:
+        """The state in which a job ended, and its exit code."""
         what = f"the end of job {job}"
         wait_until(lambda: self.has_ended(job), what, lambda: self.report(job), every=0.5)
-        return self.state(job)
+        return self.field(job, "JobState"), self.field(job, "ExitCode")
 
     def report(self, job: str) -> str:
         """What Slurm knows of a job, of its nodes, and of itself."""
@@ -156,7 +138,7 @@ def wait_until(
     report: Callable[[], str] = lambda: "",
     every: float = 0.1,
 ) -> None:
-    """report: what is told where it does not happen. every: seconds between looks."""
+    """report: shown if it does not happen. every: seconds between looks."""
     deadline = time.monotonic() + PATIENCE
     while not happened():
         if time.monotonic() > deadline:
@@ -165,17 +147,15 @@ def wait_until(
 
 
 @contextmanager
-def slurm_cluster(proctrack: str = "linuxproc") -> Iterator[SlurmCluster]:
+def slurm_cluster() -> Iterator[SlurmCluster]:
     """Two idle nodes; afterwards no process and no file of them is left, whatever happened."""
     # Not pytest's directory: the path of munge's socket must be short.
     directory = Path(tempfile.mkdtemp(prefix="slurm-"))
     cluster = SlurmCluster(directory)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        if proctrack == "cgroup":
-            stack.callback(wait_until, _cgroups_are_gone, "an end of all cgroups")
         stack.callback(_kill_all_of, cluster)
-        _write_files(directory, proctrack)
+        _write_files(directory)
         for command in _daemons(directory):
             daemon = subprocess.Popen(
                 command,
@@ -191,7 +171,7 @@ def slurm_cluster(proctrack: str = "linuxproc") -> Iterator[SlurmCluster]:
         yield cluster
 
 
-def _write_files(directory: Path, proctrack: str) -> None:
+def _write_files(directory: Path) -> None:
     for name in ("state", *(f"spool.{node}" for node in NODES)):
         (directory / name).mkdir()
     conf = CONF.format(
@@ -200,11 +180,9 @@ def _write_files(directory: Path, proctrack: str) -> None:
         ports=_free_ports(3),
         nodes=NODES,
         claims=CLAIMS,
-        proctrack=proctrack,
         first_job=1 + 20 * (os.getpid() % 450),
     )
     (directory / "slurm.conf").write_text(conf)
-    (directory / "cgroup.conf").write_text(CGROUP_CONF)
     for number in range(8):
         (directory / f"gpu{number}").touch()  # Slurm looks whether its devices are there
     (directory / "gres.conf").write_text(f"Name=gpu File={directory}/gpu[0-7]\n")
@@ -270,16 +248,6 @@ def _end(daemon: subprocess.Popen[bytes]) -> None:
 
 def _kill_all_of(cluster: SlurmCluster) -> None:
     """What is left of jobs."""
-    for process, _, _ in cluster.processes():
+    for process in cluster.processes():
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-
-
-def _cgroups_are_gone() -> bool:
-    """Removes what slurmd leaves; whoever was in them may take a moment to die."""
-    for node in NODES:
-        top = CGROUPS / "freezer" / f"slurm_{node}"
-        for group in sorted(top.rglob("*/"), reverse=True) + [top]:
-            with suppress(OSError):
-                group.rmdir()
-    return not any((CGROUPS / "freezer" / f"slurm_{node}").exists() for node in NODES)

@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched_runs import ROOT, SETTINGS, STEPS, environment, steps_told
-from training.small import final_state
+from launched_runs import ROOT, environment
 
 LAUNCH = ROOT / "launch"
 BATCH = sorted(LAUNCH.glob("*.slurm"))
 SCRIPTS = [*BATCH, *sorted(LAUNCH.glob("*.sh")), *sorted((LAUNCH / "shared").glob("*.sh"))]
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-TRAIN = "data.train=builtin:digits/test-*.tar.gz"
 
 
 def launch(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -61,19 +59,9 @@ def test_what_the_environment_says_stays() -> None:
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in found
 
 
-@pytest.mark.slow
-def test_torchrun_without_slurm(tmp_path: Path) -> None:
-    """Two processes of this machine; what is said is the run's own, nothing on stderr."""
-    run = tmp_path / "run"
-    done = launch("configs/digits.yaml", *SETTINGS, TRAIN, f"run.dir={run}")
-    assert done.returncode == 0, done.stderr
-    assert " on 2 × cpu (fsdp 1 × 2, bank layout, fp32), 60 steps" in done.stdout
-    assert steps_told(run) == list(range(1, STEPS + 1)) and final_state(run)["step"] == STEPS
-
-
 def test_the_id_of_a_job_is_its_own(tmp_path: Path) -> None:
     """Also where all have the same process id, as containers do; on several nodes it is no one's:
-    they could not agree on another without being told."""
+    they could not agree on another by themselves."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho $@\n")
     python.chmod(0o755)
@@ -90,7 +78,7 @@ def test_the_id_of_a_job_is_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_missing_configuration_is_told_in_one_line() -> None:
+def test_a_missing_configuration_is_one_line() -> None:
     """Before any process of the run is started, with the nearest name that is there."""
     done = launch("configs/digit.yaml", LIPNEXT_MAX_RESTARTS="3")
     assert (done.returncode, done.stdout) == (2, "")
@@ -99,36 +87,24 @@ def test_a_missing_configuration_is_told_in_one_line() -> None:
     )
 
 
+DIGITS = ["configs/digits.yaml"]
+
+
 @pytest.mark.parametrize(
     "arguments, variables, said",
     [
-        ([], {}, "usage: launch/torchrun.sh CONFIG.yaml [section.key=value …]"),
         (["run.dir=x"], {}, "usage: launch/torchrun.sh CONFIG.yaml [section.key=value …]"),
-        (
-            ["configs/digits.yaml"],
-            {"LIPNEXT_NODES": "2"},
-            "LIPNEXT_NODES = 2: needs LIPNEXT_HEAD_ADDRESS, that of node 0",
-        ),
-        (
-            ["configs/digits.yaml"],
-            {"LIPNEXT_NODES": "two"},
-            "LIPNEXT_NODES = two: must be a whole number",
-        ),
-        (
-            ["configs/digits.yaml"],
-            {"LIPNEXT_NODE": "1"},
-            "LIPNEXT_NODE = 1: must be below LIPNEXT_NODES = 1",
-        ),
-        (
-            ["configs/digits.yaml"],
-            {"LIPNEXT_PROCS_PER_NODE": "08"},
-            "LIPNEXT_PROCS_PER_NODE = 08: must be a whole number",
-        ),
+        (DIGITS, {"LIPNEXT_NODES": "2"}, "LIPNEXT_NODES = 2: needs LIPNEXT_HEAD_ADDRESS, that of"),
+        (DIGITS, {"LIPNEXT_NODES": "two"}, "LIPNEXT_NODES = two: must be a whole number"),
+        (DIGITS, {"LIPNEXT_NODE": "1"}, "LIPNEXT_NODE = 1: must be below LIPNEXT_NODES = 1"),
+        (DIGITS, {"LIPNEXT_PYTHON": "/none/python"}, "LIPNEXT_PYTHON = /none/python: no such"),
+        (DIGITS, {"LIPNEXT_SITE": "ls"}, f"LIPNEXT_SITE = {ROOT}/ls: no such file on "),
     ],
 )
 def test_what_torchrun_lacks(arguments: list[str], variables: dict[str, str], said: str) -> None:
     done = launch(*arguments, **variables)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {said}\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -137,10 +113,8 @@ def test_what_torchrun_lacks(arguments: list[str], variables: dict[str, str], sa
         (["GPU 0: H100", "  MIG 1g.10gb", "GPU 1: H100"], None, 2),
         (["NVIDIA-SMI has failed because it", "could not talk to the driver."], None, 1),
         (["GPU 0: H100"], "0,1,3", 3),
-        (["GPU 0: H100", "GPU 1: H100"], "GPU-1a1c-1,GPU-1b2c-1", 2),
         (["GPU 0: H100", "GPU 1: H100"], "", 1),
         (["GPU 0: H100", "GPU 1: H100"], "0,1,-1,2", 2),
-        (["GPU 0: H100", "GPU 1: H100"], "-1", 1),
     ],
 )
 def test_a_process_for_each_gpu(
@@ -162,18 +136,3 @@ def test_a_process_for_each_gpu(
         variables["CUDA_VISIBLE_DEVICES"] = visible
     done = launch("configs/digits.yaml", **variables)
     assert f" --nproc-per-node {processes} " in done.stdout, done
-
-
-def test_a_python_that_is_not_there() -> None:
-    """Named, with the variables that choose it."""
-    done = launch("configs/digits.yaml", LIPNEXT_PYTHON="/none/python")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: LIPNEXT_PYTHON = /none/python: no such program on ")
-
-
-def test_a_site_that_is_not_there() -> None:
-    """bash would look for a bare name in PATH too."""
-    done = launch("configs/digits.yaml", LIPNEXT_SITE="ls")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: LIPNEXT_SITE = {ROOT}/ls: no such file on ")
-    assert done.stderr.count("\n") == 1

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from lipnext_scale.config import ConfigError
 from lipnext_scale.losses import (
     LossConfig,
     class_distances,
@@ -21,6 +20,7 @@ from lipnext_scale.losses import (
     trades_loss,
     training_radius,
 )
+from lipnext_scale.utils.config import ConfigError
 
 LOSSES = {
     "emma": emma_loss,

@@ -80,7 +80,7 @@ def test_paper_rule_decides_for_each_matrix_of_a_mixed_batch():
     for a, order, result in zip(batch, orders, results, strict=True):
         expected = torch.linalg.matrix_exp(a) if order == EXACT else taylor_exp_reference(a, order)
         torch.testing.assert_close(result, expected, rtol=0, atol=20 * EPS)
-        if order != EXACT and a.any():  # the next order would be told apart
+        if order != EXACT and a.any():  # the next order would give another result
             other = taylor_exp_reference(a, order + 1)
             assert float((result - other).abs().max()) > 1000 * EPS
 

@@ -117,6 +117,6 @@ def test_an_empty_stack_is_no_exception():
 
 
 def test_non_finite_matrices_are_refused():
-    """NaN is a bug further up, and is said, not passed on."""
+    """NaN is a bug further up: an error, not a result."""
     with pytest.raises(AssertionError, match="non-finite"):
         polar_retract(torch.full((2, 3, 3), float("nan")))

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from lipnext_scale.config import ConfigError
 from lipnext_scale.manifold import orthogonality_error
 from lipnext_scale.models import BlockGroup, Head, LipNeXt, LipNeXtConfig, blocks
+from lipnext_scale.utils.config import ConfigError
 
 TINY = LipNeXtConfig(depth=5, width=16, image_size=8, num_classes=4)
 

@@ -21,8 +21,7 @@ from observed_runs import (
 )
 
 from lipnext_scale.optim import learning_rate, manifold_adam
-from lipnext_scale.parallel.per_depth import between
-from lipnext_scale.trainer import Trainer
+from lipnext_scale.training.trainer import Trainer
 
 FSDP_ROW = ["parallel.engine=fsdp", "parallel.weight_layout=row"]
 TWO_RANKS = {
@@ -55,7 +54,7 @@ def plain(directory: Path) -> dict[str, float]:
     """Drift and step of every block, worked out from the checkpoint's whole matrices."""
     tensors = checkpoint_tensors(directory)
     lr = learning_rate(LAST - 1, LR, 28, 0, 1e-5)
-    told = {}
+    values = {}
     for block in range(DEPTH):
         drifts, moves = [], []
         for name in (f"blocks.{block}.R", f"blocks.{block}.M"):
@@ -63,11 +62,11 @@ def plain(directory: Path) -> dict[str, float]:
             drifts.append(float((x.mT @ x - torch.eye(WIDTH)).norm()) / WIDTH**0.5)
             m_hat, v_hat = m / (1 - BETAS[0] ** LAST), v / (1 - BETAS[1] ** LAST)
             moves.append(float((lr * m_hat / (v_hat.sqrt() + 1e-2)).norm()))
-        told |= {f"drift/block_{block:02d}": max(drifts), f"move/block_{block:02d}": max(moves)}
-    return told
+        values |= {f"drift/block_{block:02d}": max(drifts), f"move/block_{block:02d}": max(moves)}
+    return values
 
 
-def assert_told(directory: Path) -> None:
+def assert_recorded(directory: Path) -> None:
     record, expected = last_record(directory), plain(directory)
     assert record["step"] == LAST
     for name, value in expected.items():
@@ -83,13 +82,11 @@ def assert_told(directory: Path) -> None:
     assert squares**0.5 == pytest.approx(record["train/gradient_norm"], rel=1e-5)
 
 
-def test_one_process_tells_what_its_matrices_say(single: Path) -> None:
-    assert_told(single)
+def test_one_process_records_its_matrices(single):
+    assert_recorded(single)
 
 
-def test_the_step_is_what_the_optimizer_took(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_is_what_the_optimizer_took(tmp_path, monkeypatch):
     """‖Δ‖ is computed from the moments afterwards; here every Δ is looked at as it is made."""
     taken: list[float] = []
     original = manifold_adam.adam_direction
@@ -101,12 +98,12 @@ def test_the_step_is_what_the_optimizer_took(
 
     monkeypatch.setattr(manifold_adam, "adam_direction", noting)
     run(tmp_path / "run")  # steps 3 is a Lookahead step, whose exponent is another
-    told = [r["move/largest"] for r in records(tmp_path / "run") if "train/loss" in r]
-    assert len(told) == len(taken) == LAST
-    assert told == pytest.approx(taken, rel=1e-5)
+    recorded = [r["move/largest"] for r in records(tmp_path / "run") if "train/loss" in r]
+    assert len(recorded) == len(taken) == LAST
+    assert recorded == pytest.approx(taken, rel=1e-5)
 
 
-def test_gradients_by_block_are_those_of_its_parameters(tmp_path: Path) -> None:
+def test_gradients_by_block_are_those_of_its_parameters(tmp_path):
     """Of one step without clipping, whose gradients are still there."""
     trainer = Trainer(recipe(tmp_path / "run", "run.max_steps=1", "optim.clip_norm=1e9"))
     trainer.run()
@@ -122,9 +119,9 @@ def test_gradients_by_block_are_those_of_its_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TWO_RANKS if name != "row quiet"])
-def test_every_engine_tells_the_same(single: Path, two_ranks: Path, name: str) -> None:
+def test_every_engine_records_the_same(single, two_ranks, name):
     """As its own matrices say, and as one process said, up to the order of sums."""
-    assert_told(two_ranks / name)
+    assert_recorded(two_ranks / name)
     ours, theirs = last_record(two_ranks / name), last_record(single)
     assert ours.keys() == theirs.keys()
     for key in theirs:
@@ -139,7 +136,7 @@ def test_every_engine_tells_the_same(single: Path, two_ranks: Path, name: str) -
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_same_unobserved(two_ranks: Path) -> None:
+def test_two_ranks_train_the_same_unobserved(two_ranks):
     """The row layout exchanges rows with its owners in a watched evaluation, and back."""
     loud, quiet = (checkpoint_tensors(two_ranks / name) for name in ("fsdp row", "row quiet"))
     assert loud.keys() == quiet.keys()
@@ -147,17 +144,7 @@ def test_two_ranks_train_the_same_unobserved(two_ranks: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_rank_that_is_named_is_profiled(two_ranks: Path) -> None:
+def test_every_rank_that_is_named_is_profiled(two_ranks):
     names = {path.name for path in (two_ranks / "fsdp bank" / "profile").glob("*.gz")}
     assert names == {f"steps-000002-000003.rank-{rank}.json.gz" for rank in (0, 1)}
     assert not (two_ranks / "fsdp row" / "profile").exists()
-
-
-def test_numbers_across_tensors_that_follow_each_other() -> None:
-    """DeepSpeed has the gradient of a partition in several tensors, cut anywhere."""
-    whole = torch.arange(20.0)
-    tensors = [whole[:3], whole[3:3], whole[3:12].view(3, 3), whole[12:]]
-    for start in range(20):
-        for stop in range(start + 1, 21):
-            assert torch.equal(torch.cat(list(between(tensors, start, stop))), whole[start:stop])
-    assert list(between(tensors, 5, 5)) == []

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lipnext_scale.config import ConfigError
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import OptimConfig, Optimizers, learning_rate, split_parameters
+from lipnext_scale.utils.config import ConfigError
 
 TINY = LipNeXtConfig(depth=3, width=16, image_size=8, num_classes=4, blocks_per_bank=2)
 

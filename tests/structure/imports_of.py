@@ -8,16 +8,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "lipnext_scale"
 
 
-def python_files() -> list[Path]:
-    """Every Python file of the repository; environments, caches and runs are not part of it."""
-    return sorted(
-        path
-        for path in ROOT.rglob("*.py")
-        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
-        and path.relative_to(ROOT).parts[0] not in ("runs", "build", "dist")
-    )
-
-
 def module_name(path: Path) -> str:
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -28,8 +18,8 @@ def modules() -> dict[str, Path]:
     """Name → file of what is installed: lipnext_scale and data_prep."""
     return {
         module_name(path): path
-        for path in python_files()
-        if path.relative_to(ROOT).parts[0] in (PACKAGE, "data_prep")
+        for package in (PACKAGE, "data_prep")
+        for path in sorted((ROOT / package).rglob("*.py"))
     }
 
 
@@ -37,7 +27,7 @@ def imported_by(source: str, name: str, is_package: bool = False) -> set[str]:
     """Everything that a module's source imports anywhere in it, as absolute dotted names.
 
     `from a import b` counts as a.b: b may be a module. What is there for a type checker counts
-    too: whoever reads the file depends on it.
+    too: the file depends on it.
     """
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -82,17 +72,3 @@ def component(module: str) -> str:
     """lipnext_scale.optim.optimizers → optim; lipnext_scale itself → lipnext_scale."""
     parts = module.split(".")
     return parts[1] if parts[0] == PACKAGE and len(parts) > 1 else parts[0]
-
-
-def component_imports() -> dict[str, set[str]]:
-    """component → the other components that any of its modules imports, its command left out: that
-    stands above all of them, and nothing imports it."""
-    graph: dict[str, set[str]] = {}
-    for module in modules():
-        if module.endswith(".__main__"):
-            continue
-        graph.setdefault(component(module), set()).update(
-            component(found) for found in own_imports(module)
-        )
-    # `from lipnext_scale import manifold` is an import of manifold, not of the package's own file.
-    return {name: found - {name, PACKAGE} for name, found in graph.items()}

@@ -7,34 +7,20 @@ import torch
 from lipnext_scale.checkpoint import (
     StateShard,
     latest_checkpoint,
-    load_pieces,
+    load_shards,
     read_facts,
     stored_shapes,
     verify_checkpoint,
 )
-from lipnext_scale.recipe import Recipe, load_recipe
+from lipnext_scale.config.recipe import Recipe, load_recipe
 
-SETTINGS = [
-    "data.train=builtin:digits/train-*.tar.gz",
-    "data.test=builtin:digits/test-*.tar.gz",
-    "data.batch_size=400",
-    "data.augment.crop_padding=1",
-    "data.augment.flip=true",
-    "model.depth=2",
-    "model.width=16",
-    "model.image_size=8",
-    "model.patch_size=2",
-    "model.in_channels=1",
-    "optim.epochs=4",
-    "optim.warmup_epochs=1",
-    "optim.lookahead=5",
-    "optim.lr=1e-2",
-    "loss.logit_scale=8",
-    "run.eval_every=2",
-    "run.log_every=1",
-    "run.checkpoint_every=4",
-    "run.summary=false",
-]
+SETTINGS = """
+data.train=builtin:digits/train-*.tar.gz data.test=builtin:digits/test-*.tar.gz
+data.batch_size=400 data.augment.crop_padding=1 data.augment.flip=true model.depth=2
+model.width=16 model.image_size=8 model.patch_size=2 model.in_channels=1 optim.epochs=4
+optim.warmup_epochs=1 optim.lookahead=5 optim.lr=1e-2 loss.logit_scale=8 run.eval_every=2
+run.log_every=1 run.checkpoint_every=4 run.summary=false
+""".split()
 STEPS = 12
 
 
@@ -43,17 +29,17 @@ def small_recipe(directory: Path, *overrides: str) -> Recipe:
 
 
 def final_state(directory: Path) -> dict:
-    """All that the newest checkpoint holds: the facts, and every tensor by name."""
     path = latest_checkpoint(directory / "checkpoints")
     assert path is not None
+    return state_of(path)
+
+
+def state_of(path: Path) -> dict:
+    """The facts and every tensor by name of a checkpoint, which is intact."""
     verify_checkpoint(path)
     tensors = {name: torch.empty(shape) for name, shape in stored_shapes(path).items()}
-    load_pieces(path, {name: whole_piece(tensor) for name, tensor in tensors.items()})
+    load_shards(path, {name: StateShard.full(tensor) for name, tensor in tensors.items()})
     return {**read_facts(path), **tensors}
-
-
-def whole_piece(tensor: torch.Tensor) -> StateShard:
-    return StateShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
 def assert_same(one: object, other: object, where: str = "state") -> None:

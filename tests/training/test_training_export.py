@@ -9,18 +9,18 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from small import assert_same, final_state, small_recipe, whole_piece
+from small import assert_same, final_state, small_recipe
 
-from data_prep.writing.shards import png_bytes, write_shard
-from lipnext_scale.certify import lipschitz_bound, load_model
-from lipnext_scale.certify.__main__ import main as certify_main
-from lipnext_scale.checkpoint import CheckpointWriter
-from lipnext_scale.config import merge
-from lipnext_scale.errors import UserError
+from data_prep.digits import png_bytes, write_shard
+from lipnext_scale.certification import lipschitz_bound, load_model
+from lipnext_scale.certify import main as certify_main
+from lipnext_scale.checkpoint import CheckpointWriter, StateShard
+from lipnext_scale.checkpoint.exports import load_export, save_export
 from lipnext_scale.export import main
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
-from lipnext_scale.trainer import Trainer
-from lipnext_scale.weights import load_export, save_export, stable_parameters
+from lipnext_scale.training.trainer import Trainer
+from lipnext_scale.utils.config import merge
+from lipnext_scale.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_run_and_its_export_are_the_same_model(run: Path, tmp_path: Path) -> None:
+def test_a_run_and_its_export_are_the_same_model(run, tmp_path):
     main(["--run", str(run), "--out", str(tmp_path / "model.safetensors")])
     from_run, from_export = load_model(run), load_model(tmp_path / "model.safetensors")
     assert_same(dict(from_run.state_dict()), dict(from_export.state_dict()))
 
 
-def test_the_slow_weights_are_exported(run: Path) -> None:
+def test_the_slow_weights_are_exported(run):
     """Not the fast ones that training goes on with."""
     trainer = Trainer(small_recipe(run, "run.max_steps=8"))
     exported = load_model(run)
@@ -47,9 +47,7 @@ def test_the_slow_weights_are_exported(run: Path) -> None:
 
 
 @pytest.mark.parametrize("parametrisation", ["product", "merged"])
-def test_names_and_values_do_not_depend_on_the_bank_size(
-    tmp_path: Path, parametrisation: str
-) -> None:
+def test_names_and_values_do_not_depend_on_the_bank_size(tmp_path, parametrisation):
     config = LipNeXtConfig(5, 16, 8, 2, 1, 10, parametrisation=parametrisation)
     files = []
     for per_bank in (0, 1, 2):
@@ -64,22 +62,13 @@ def test_names_and_values_do_not_depend_on_the_bank_size(
     assert torch.equal(load_export(tmp_path / "1.safetensors")(x), model(x))
 
 
-def test_stable_names_cover_every_parameter_once() -> None:
-    model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 1, 10, blocks_per_bank=2), seed=0)
-    assert sum(p.numel() for p in stable_parameters(model).values()) == sum(
-        p.numel() for p in model.parameters()
-    )
-
-
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "foreign", "missing"])
-def test_a_broken_export_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "missing"])
+def test_a_broken_export_is_refused_by_name(tmp_path, damage):
     path = tmp_path / "model.safetensors"
     model = LipNeXt(LipNeXtConfig(1, 16, 8, 2, 1, 10), seed=0)
     save_export(model, path)
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:-100])
-    elif damage == "garbage":
-        path.write_bytes(b"not safetensors")
     elif damage == "foreign":
         from safetensors.torch import save_file
 
@@ -90,38 +79,17 @@ def test_a_broken_export_is_refused_by_name(tmp_path: Path, damage: str) -> None
         load_model(path)
 
 
-def test_export_of_something_else_ends_with_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--run", str(tmp_path), "--out", str(tmp_path / "x.safetensors")])
-    assert stopped.value.code == 2 and str(tmp_path) in capsys.readouterr().err
-    assert not (tmp_path / "x.safetensors").exists()
-
-
 @pytest.mark.parametrize(
     ("command", "line", "said"),
     [
         ("export", "model: {width: 32}", "step-000000008: "),
-        ("export", "model: {width: 2}", "config.yaml: model.width = 2"),
-        ("certify", "model: {width: 32}", "step-000000008: "),
         ("certify", "model: {width: 2}", "config.yaml: model.width = 2"),
-        ("certify", "data: {test: nowhere.tar}", "data.test = 'nowhere.tar'"),
-        (
-            "certify",
-            "data: {test: TEST}",
-            "10: data.test has labels from 0 to 11",
-        ),
+        ("certify", "data: {test: TEST}", "10: data.test has labels from 0 to 11"),
     ],
 )
 def test_a_run_that_was_tampered_with_is_refused_in_one_line(
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    line: str,
-    said: str,
-    command: str,
-) -> None:
+    run, tmp_path, capsys, line, said, command
+):
     copied = tmp_path / "run"
     shutil.copytree(run, copied, symlinks=True)
     image = png_bytes(np.zeros((8, 8), dtype=np.uint8))
@@ -140,20 +108,18 @@ def test_a_run_that_was_tampered_with_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(("factor", "outcome"), [(1.01, None), (float("nan"), "not finite")])
-def test_weights_that_left_the_manifold_are_judged_by_their_bound(
-    run: Path, tmp_path: Path, factor: float, outcome: str | None
-) -> None:
+def test_weights_that_left_the_manifold_are_judged_by_their_bound(run, tmp_path, factor, outcome):
     """Stored matrices 1 % too large load and get the K they deserve; NaN gets none."""
     copied = tmp_path / "run"
     shutil.copytree(run, copied, symlinks=True)
     state = final_state(copied)
     facts = {key: state[key] for key in ("loader", "optimizers", "rng")}
-    pieces = {
-        name: whole_piece(value * factor if name[-2:] in (".R", ".M") else value)
+    shards = {
+        name: StateShard.full(value * factor if name[-2:] in (".R", ".M") else value)
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
     }
-    CheckpointWriter(copied / "checkpoints", keep_last=1).save(9, pieces, facts, asynchronous=False)
+    CheckpointWriter(copied / "checkpoints", keep_last=1).save(9, shards, facts, asynchronous=False)
     model = load_model(copied)
     if outcome is None:
         # Two blocks of the product form: R twice and M once in each, six factors.
@@ -171,9 +137,7 @@ def test_weights_that_left_the_manifold_are_judged_by_their_bound(
         ({}, r"blocks\.1\.M is not orthogonal"),
     ],
 )
-def test_a_run_does_not_start_from_an_export_that_does_not_fit(
-    tmp_path: Path, change: dict, said: str
-) -> None:
+def test_a_run_does_not_start_from_an_export_that_does_not_fit(tmp_path, change, said):
     """Another architecture, or weights that are no start for the optimizer."""
     recipe = small_recipe(tmp_path / "run", f"run.init_from={tmp_path / 'export'}")
     model = LipNeXt(dataclasses.replace(recipe.model, **change), seed=1)
@@ -186,18 +150,9 @@ def test_a_run_does_not_start_from_an_export_that_does_not_fit(
     assert not (tmp_path / "run").exists()  # free for the corrected command
 
 
-def test_a_run_is_no_export_to_start_from(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is not an export; .*lipnext_scale\.export --run"):
-        Trainer(small_recipe(tmp_path / "new", f"run.init_from={run}"))
-
-
-def test_an_export_as_a_directory(run: Path, tmp_path: Path) -> None:
-    """model.safetensors and a config.json that says the same; one that does not is refused."""
+def test_an_export_as_a_directory(run, tmp_path):
+    """model.safetensors, and a config.json for people."""
     out = tmp_path / "digits"
     main(["--run", str(run), "--out", str(out)])
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     assert_same(dict(load_model(out).state_dict()), dict(load_model(run).state_dict()))
-    content = (out / "config.json").read_text()
-    (out / "config.json").write_text(content.replace('"depth": 2', '"depth": 3'))
-    with pytest.raises(UserError, match="config.json: describes another model"):
-        load_model(out)

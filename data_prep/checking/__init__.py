@@ -1,1 +1,0 @@
-"""Looking at shards that are there: their faults, and what they hold."""

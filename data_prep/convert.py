@@ -1,0 +1,556 @@
+"""From collections to shards with their index: in parallel, after any kill to the same bytes.
+
+The order of the samples follows from the seed, a shard's samples from the order, its bytes from its
+samples. So shards can be made in any order, by any number of processes, now or later. A journal has
+what is finished:
+
+    train.journal/plan.json      what is being written: settings, source, classes
+    train.journal/000012.json    shard 12 is finished: its size, sha256, records, bad images
+
+A shard is noted after it is renamed into place. A shard without its note is written again, to the
+same bytes. The journal goes when the index is there.
+"""
+
+import argparse
+import base64
+import fcntl
+import gzip
+import io
+import json
+import os
+import re
+import shutil
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from data_prep.common import (
+    LARGEST_SEED,
+    LOG_SECONDS,
+    class_counts,
+    command_parser,
+    free_bytes,
+    in_processes,
+    number,
+    printable,
+    require_space,
+    writing,
+)
+from data_prep.encoding import BadImage, ImageRules, StoredImage, stored_image
+from data_prep.sources import Collection
+from lipnext_scale import __version__
+from lipnext_scale.data.index import (
+    KINDS,
+    RECORD,
+    SetIndex,
+    ShardEntry,
+    index_paths,
+    read_index,
+    write_index,
+)
+from lipnext_scale.utils.errors import ArgumentParser, UserError
+from lipnext_scale.utils.files import PARTIAL, atomic_file, file_sha256, write_atomically
+from lipnext_scale.utils.progress import Progress
+
+SHARD_BYTES = 100_000_000
+FEWEST_SHARDS, FEWEST_SAMPLES = 8, 100
+# Bytes a tar takes beside the images: two headers and the class for a sample, its end for a shard.
+BLOCK = 512
+SAMPLE_OVERHEAD, SHARD_OVERHEAD = 3 * BLOCK, 20 * BLOCK
+RECORD_BYTES = 64  # in the journal and the index
+PROBES = 50
+NAMED_BAD = 20
+LOCK = ".data_prep.lock"
+# Seconds. Workers of a conversion that was killed hold its lock until they notice.
+PATIENCE = 5.0
+LONGEST_KEY = 90  # with its suffix it fits the 100 bytes of a tar header
+SUFFIXES = {"jpeg": "jpg", "png": "png"}
+CONTINUES = "; finished shards are kept, the same command continues from there"
+_NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9_-]+")
+
+# --------------------------------------------------------------------------------------------------
+# The options that all converters share.
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """How a set is written; `converter` is the command's name, such as data_prep.cifar."""
+
+    converter: str
+    out: Path
+    seed: int = 0
+    shard_samples: int = 0  # 0: by the samples' size
+    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    rules: ImageRules = ImageRules()
+    on_bad: str = "fail"
+    dry_run: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """The options that the bytes of a set depend on: not --workers, and --quality only where
+        images are scaled."""
+        settings = {"seed": self.seed, "shard_samples": self.shard_samples}
+        settings |= {"short_side": self.rules.short_side, "max_pixels": self.rules.max_pixels}
+        return settings | ({"quality": self.rules.quality} if self.rules.short_side else {})
+
+
+def conversion_parser(name: str, doc: str | None) -> ArgumentParser:
+    """A converter's parser with --out and all that changes how, not what, is converted."""
+    parser = command_parser(name, doc)
+    rules, cpus = ImageRules(), os.cpu_count() or 1
+    add = parser.add_argument_group("the shards").add_argument
+    add("--out", type=Path, required=True, help="directory for the shards; made if need be")
+    add("--seed", type=number(0, LARGEST_SEED), default=0, help="of the samples' order (default 0)")
+    size = "samples in a shard (default: about 100 MB of them, eight shards where there are enough)"
+    add("--shard-samples", type=number(0), default=0, help=size)
+    processes = "each on a shard of its own (default: one for each CPU; 0: none beside this one)"
+    add("--workers", type=number(0), default=cpus, help=f"processes, {processes}")
+    side = "scale larger images down to N pixels on their shorter side (default 0: keep all bytes)"
+    add("--short-side", type=number(0), default=rules.short_side, metavar="N", help=side)
+    quality = "of JPEGs that are scaled down (default %(default)s)"
+    add("--quality", type=number(1, 100), default=rules.quality, help=quality)
+    limit = "an image that claims more is bad (default %(default)s)"
+    add("--max-pixels", type=number(1), default=rules.max_pixels, help=limit)
+    bad = "damaged or unknown images: name them and fail (default), or leave them out and list them"
+    add("--on-bad", choices=("fail", "skip"), default="fail", help=bad)
+    add("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    return parser
+
+
+def conversion_options(arguments: argparse.Namespace, converter: str) -> ConversionOptions:
+    shared = ("out", "seed", "shard_samples", "workers", "on_bad", "dry_run")
+    rules = ImageRules(arguments.short_side, arguments.quality, arguments.max_pixels)
+    given = {name: getattr(arguments, name) for name in shared}
+    return ConversionOptions(converter, rules=rules, **given)
+
+
+# --------------------------------------------------------------------------------------------------
+# The journal.
+
+
+@dataclass(frozen=True)
+class ShardNote:
+    """A finished shard. `changes` counts what was done to images; `skipped` are the bad ones."""
+
+    entry: ShardEntry
+    records: np.ndarray
+    skipped: list[dict[str, str]]
+    changes: dict[str, int]
+
+
+class Journal:
+    """The journal of the set `name` in the directory `out`."""
+
+    def __init__(self, out: Path, name: str) -> None:
+        self._out, self._name = out, name
+        self.directory = out / f"{name}.journal"
+        self._plan = self.directory / "plan.json"
+
+    def plan(self) -> dict[str, Any] | None:
+        """What the unfinished set here is, None if there is none."""
+        try:
+            return dict(json.loads(self._plan.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError):
+            damaged = f"{self.directory}: is damaged; remove it and the set's shards"
+            raise UserError(damaged) from None
+
+    def begin(self, plan: dict[str, Any]) -> None:
+        self.directory.mkdir()
+        write_atomically(self._plan, json.dumps(plan).encode())
+
+    def write(self, shard: int, note: ShardNote) -> None:
+        packed = base64.b64encode(note.records.tobytes()).decode()
+        facts = {"skipped": note.skipped, "changes": note.changes}
+        values = {"entry": asdict(note.entry), "records": packed, **facts}
+        write_atomically(self._note_path(shard), json.dumps(values).encode())
+
+    def finished(self, shards: int) -> dict[int, ShardNote]:
+        """The notes of shards that are here in their full size. A shard is synced before it is
+        renamed, so its bytes are not read again."""
+        found = {}
+        for shard in range(shards):
+            path = self._note_path(shard)
+            try:
+                values = json.loads(path.read_bytes())
+                entry = ShardEntry(**values["entry"])
+                records = np.frombuffer(base64.b64decode(values["records"]), dtype=RECORD)
+                if (self._out / entry.file).stat().st_size == entry.bytes:
+                    found[shard] = ShardNote(entry, records, values["skipped"], values["changes"])
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError, TypeError):
+                damaged = f"{path}: is damaged; remove it to write its shard again"
+                raise UserError(damaged) from None
+        return found
+
+    def remove(self) -> None:
+        """The plan first: without it the rest is no journal."""
+        self._plan.unlink()
+        shutil.rmtree(self.directory)
+
+    def clean(self) -> None:
+        """Remove what a killed conversion of this set left half-written."""
+        if not self._plan.exists():
+            shutil.rmtree(self.directory, ignore_errors=True)
+        of_set = (f"{self._name}-*.tar{PARTIAL}", f"{self._name}.index.*{PARTIAL}")
+        for pattern in (*of_set, f"{self.directory.name}/*{PARTIAL}"):
+            for path in self._out.glob(pattern):
+                path.unlink()
+
+    def _note_path(self, shard: int) -> Path:
+        return self.directory / f"{shard:06d}.json"
+
+
+@contextmanager
+def only_conversion_in(out: Path) -> Iterator[None]:
+    """Keep other conversions out of the directory until this one and all its workers have ended:
+    forked workers share the lock."""
+    path, deadline = out / LOCK, time.monotonic() + PATIENCE
+    while (descriptor := _locked(path)) is None:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"--out {out}: another conversion is writing there; wait for it, or give another "
+                "directory"
+            )
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor that holds the lock, unless its file was removed meanwhile: the lock of a file
+    without a name excludes no process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# A shard is a tar.
+
+
+def open_tar(file: BinaryIO | gzip.GzipFile) -> tarfile.TarFile:
+    return tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)
+
+
+def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> int:
+    """Add a file whose time, owner and mode are constants; returns where its content begins."""
+    entry = tarfile.TarInfo(name)
+    entry.size = len(content)
+    place = tar.offset + tarfile.BLOCKSIZE
+    tar.addfile(entry, io.BytesIO(content))
+    return place
+
+
+def sample_key(number: int, count: int, name: str) -> str:
+    """The sample's number of `count` and what is safe of its name: no dot, at the first of which
+    WebDataset ends a key; no slash, so that it never leaves a directory it is unpacked into."""
+    digits = max(6, len(str(count - 1)))
+    stem = _NOT_IN_KEYS.sub("_", PurePosixPath(name).stem).strip("_")
+    return f"{number:0{digits}d}_{stem}"[:LONGEST_KEY].rstrip("_")
+
+
+# --------------------------------------------------------------------------------------------------
+# One set before it is written: what goes into which shard, and what of it is there already.
+
+
+class SetSource(NamedTuple):
+    """A set to be written: its name ("train", "test"), its samples, its index's `source`."""
+
+    name: str
+    collection: Collection
+    source: dict[str, Any]
+
+
+def default_shard_samples(sizes: np.ndarray) -> int:
+    """Near SHARD_BYTES, but FEWEST_SHARDS at least where each then still has FEWEST_SAMPLES."""
+    by_size = int(SHARD_BYTES // sizes.mean())
+    by_count = max(FEWEST_SAMPLES, -(-len(sizes) // FEWEST_SHARDS))
+    return max(1, min(by_size, by_count, len(sizes)))
+
+
+def _share(collection: Collection, rules: ImageRules) -> float:
+    """What is left of the bytes when images are scaled down, by some that are spread over the set:
+    by their full size the disk would seem too small, and shards would become so."""
+    before = after = 0
+    places = np.linspace(0, len(collection) - 1, PROBES if rules.short_side else 0).astype(int)
+    for i in sorted(set(places.tolist())):
+        try:
+            after += len(stored_image(collection.load(i), rules).content)
+        except (BadImage, OSError):  # the conversion reports it
+            continue
+        before += collection.estimated_bytes(i)
+    return round(after / before, 2) or 0.01 if before else 1.0
+
+
+class SetPlan:
+    """A set as the options want it written; `converter` and `source` go into its index."""
+
+    def __init__(self, one: SetSource, options: ConversionOptions) -> None:
+        self.name, self.options, self._collection = one.name, options, one.collection
+        collection = self._collection
+        self.samples = len(collection)
+        if not self.samples:
+            raise UserError(f"{one.name}: the source holds no samples")
+        estimates = (collection.estimated_bytes(i) for i in range(self.samples))
+        sizes = np.fromiter(estimates, np.int64, self.samples) * _share(collection, options.rules)
+        self._bytes = np.ceil(sizes / BLOCK).astype(np.int64) * BLOCK + SAMPLE_OVERHEAD
+        self.shard_samples = options.shard_samples or default_shard_samples(self._bytes)
+        self.shards = -(-self.samples // self.shard_samples)
+        settings = options.settings() | {"shard_samples": self.shard_samples}
+        self.converter = {"name": options.converter, "version": __version__, "settings": settings}
+        listed = {"samples": self.samples, "fingerprint": collection.fingerprint()}
+        self.source = one.source | listed
+        self.classes = [printable(name) for name in collection.classes]
+        # Of numpy's generators the one whose numbers are promised never to change.
+        self._order = np.random.RandomState(options.seed).permutation(self.samples)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"converter": self.converter, "source": self.source, "classes": self.classes}
+
+    def numbers(self, shard: int) -> np.ndarray:
+        """The samples of a shard, in their order there."""
+        return self._order[shard * self.shard_samples : (shard + 1) * self.shard_samples]
+
+    def estimated_bytes(self, shards: Iterable[int]) -> int:
+        """About as many as these shards will take."""
+        return sum(
+            int(self._bytes[numbers].sum()) + SHARD_OVERHEAD + RECORD_BYTES * len(numbers)
+            for numbers in map(self.numbers, shards)
+        )
+
+    def bytes_to_write(self) -> int:
+        state = self.state()
+        if isinstance(state, SetIndex):
+            return 0
+        return self.estimated_bytes(set(range(self.shards)) - set(state or ()))
+
+    def state(self) -> SetIndex | dict[int, ShardNote] | None:
+        """What is there of the set: its index if it is complete, else the notes of the shards that
+        are finished, or nothing; of anything else, a UserError. Where bad images are to fail, a
+        shard that was finished without some is made again: they may have been fixed."""
+        out, strict = self.options.out, self.options.on_bad == "fail"
+        journal = Journal(out, self.name)
+        plan = journal.plan()
+        if plan is not None:
+            _require_same(journal.directory, "an unfinished set", plan, self.identity)
+            notes = journal.finished(self.shards)
+            return {k: note for k, note in notes.items() if not (strict and note.skipped)}
+        path = index_paths(out, self.name)[0]
+        if path.exists():
+            return self._complete(path, strict)
+        for stray in sorted(out.glob(f"{self.name}-*.tar*")):
+            raise UserError(
+                f"{stray}: is in the way and of no known set; remove it, or give another --out"
+            )
+        return None
+
+    def _complete(self, path: Path, strict: bool) -> SetIndex:
+        """The index that is there, of this set. An earlier version may have written it."""
+        index = read_index(path)
+        own, other = (
+            {key: converter.get(key) for key in ("name", "settings")}
+            for converter in (self.converter, index.converter)
+        )
+        there = {"converter": other, "source": index.source, "classes": index.classes}
+        _require_same(path, "another set", there, self.identity | {"converter": own})
+        for shard in index.shards:
+            file = path.parent / shard.file
+            if not file.exists() or file.stat().st_size != shard.bytes:
+                raise UserError(
+                    f"{file}: is missing or not of the size in {path.name}; remove {path.name} and "
+                    "the set's shards to convert it again"
+                )
+        if strict and index.skipped:
+            raise UserError(
+                f"{self.name}: is complete, but without {len(index.skipped)} bad images; accept it "
+                "with --on-bad skip, or remove it"
+            )
+        return index
+
+    def make(self, shard: int, advance: Callable[[], None]) -> ShardNote:
+        """Write a shard, and note it; `advance` is called after each sample."""
+        path = self.options.out / f"{self.name}-{shard:06d}.tar"
+        rows: list[tuple[int, ...]] = []
+        skipped: list[dict[str, str]] = []
+        changes: Counter[str] = Counter()
+        with writing(path, CONTINUES):
+            with atomic_file(path) as file, open_tar(file) as tar:
+                for number in self.numbers(shard).tolist():
+                    try:
+                        image = stored_image(self._loaded(number), self.options.rules)
+                    except BadImage as error:
+                        name = printable(self._collection.name(number))
+                        skipped.append({"name": name, "reason": printable(str(error))})
+                    else:
+                        rows.append(self._add(tar, number, image))
+                        changes.update([image.change] if image.change else [])
+                    advance()
+            records, size, digest = np.array(rows, RECORD), path.stat().st_size, file_sha256(path)
+            entry = ShardEntry(path.name, len(rows), size, digest, class_counts(records))
+            note = ShardNote(entry, records, skipped, dict(changes))
+            Journal(self.options.out, self.name).write(shard, note)
+        return note
+
+    def _loaded(self, number: int) -> bytes | np.ndarray:
+        try:
+            return self._collection.load(number)
+        except OSError as error:
+            name, reason = printable(self._collection.name(number)), error.strerror or error
+            raise UserError(f"{name}: cannot be read: {reason}") from None
+
+    def _add(self, tar: tarfile.TarFile, number: int, image: StoredImage) -> tuple[int, ...]:
+        label = int(self._collection.labels[number])
+        key = sample_key(number, self.samples, self._collection.name(number))
+        add_file(tar, f"{key}.cls", str(label).encode())
+        place = add_file(tar, f"{key}.{SUFFIXES[image.kind]}", image.content)
+        shape = (image.height, image.width, image.channels)
+        return (place, len(image.content), label, *shape, KINDS[image.kind], 0)
+
+
+def _require_same(where: Path, what: str, there: dict[str, Any], identity: dict[str, Any]) -> None:
+    if differences := list(_differences(there, json.loads(json.dumps(identity)))):
+        raise UserError(
+            f"{where}: {what} is there: {', '.join(differences)}; give another --out, or remove it "
+            "with its shards"
+        )
+
+
+def _differences(there: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name in {**asked, **there}:
+        has, wanted = there.get(name), asked.get(name)
+        if isinstance(has, dict) and isinstance(wanted, dict):
+            inner = "" if name in ("converter", "settings") else f"{name}."
+            yield from _differences(has, wanted, inner)
+        elif has != wanted and name == "fingerprint":
+            yield "the names, labels or sizes in its source differ"
+        elif has != wanted:
+            values = "" if name == "classes" else f": {has}, asked for {wanted}"
+            yield f"its {prefix}{name} differ{'s'[: name != 'classes']}{values}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing.
+
+
+def run_conversions(sets: Sequence[SetSource], options: ConversionOptions) -> None:
+    """Write sets; all are planned, and the disk is looked at, before the first byte is written."""
+    plans = [SetPlan(one, options) for one in sets]
+    needed = sum(plan.bytes_to_write() for plan in plans)
+    if options.dry_run:
+        for plan in plans:
+            print(
+                f"{plan.name}: {plan.samples:,} samples of {len(plan.classes):,} classes in "
+                f"{plan.shards:,} shards of {plan.shard_samples:,}, "
+                f"about {plan.estimated_bytes(range(plan.shards)):,} bytes"
+            )
+        free = free_bytes(options.out)
+        print(f"about {needed:,} bytes to write, {free:,} free; nothing was written (--dry-run)")
+        return
+    require_space(options.out, needed)
+    with writing(options.out, CONTINUES):
+        options.out.mkdir(parents=True, exist_ok=True)
+        with only_conversion_in(options.out):
+            for plan in plans:
+                _write_set(plan)
+
+
+def _write_set(plan: SetPlan) -> None:
+    """The state is looked at again: only now no other process can change it."""
+    journal = Journal(plan.options.out, plan.name)
+    journal.clean()
+    state = plan.state()
+    if isinstance(state, SetIndex):
+        without = f"; {len(state.skipped):,} bad images were left out" if state.skipped else ""
+        print(f"{plan.name}: already complete, {state.samples:,} samples{without}")
+        return
+    if state is None:
+        journal.begin(plan.identity)
+    else:
+        print(f"{plan.name}: continues, {len(state)} of {plan.shards} shards are finished")
+    begun, finished = time.monotonic(), state or {}
+    notes = _all_notes(plan, finished)
+    index = _write_index(plan, notes)
+    journal.remove()
+    for change, count in index.converter["changed"].items():
+        print(f"{plan.name}: {count:,} × {change}")
+    if index.skipped:
+        bad = len(index.skipped)
+        print(f"{plan.name}: {bad:,} bad images were left out, {plan.name}.index.json lists them")
+    size, seconds = sum(shard.bytes for shard in index.shards), time.monotonic() - begun
+    made = sum(note.entry.samples for shard, note in notes.items() if shard not in finished)
+    print(
+        f"{plan.name}: {index.samples:,} samples in {plan.shards:,} shards, {size:,} bytes; "
+        f"{made:,} images in {seconds:.1f} s ({made / max(seconds, 1e-9):,.0f} a second)"
+    )
+
+
+def _all_notes(plan: SetPlan, finished: dict[int, ShardNote]) -> dict[int, ShardNote]:
+    """Make the shards that are not there; the notes of all, in their order."""
+    jobs = [shard for shard in range(plan.shards) if shard not in finished]
+    done = plan.samples - sum(len(plan.numbers(shard)) for shard in jobs)
+    progress = Progress(plan.samples, done, "image", plan.name, LOG_SECONDS)
+    workers = min(plan.options.workers, len(jobs))
+    if workers > 1:
+        made = in_processes(plan.make, jobs, workers, progress.advance)
+    else:
+        made = ((shard, plan.make(shard, progress.advance)) for shard in jobs)
+    notes, named = dict(finished), 0
+    try:
+        for shard, note in made:
+            notes[shard] = note
+            for bad in note.skipped:
+                named += 1
+                if plan.options.on_bad == "skip" or named <= NAMED_BAD:
+                    progress.say(f"{plan.name}: bad: {bad['name']}: {bad['reason']}")
+    finally:
+        progress.close()
+    return dict(sorted(notes.items()))
+
+
+def _write_index(plan: SetPlan, notes: dict[int, ShardNote]) -> SetIndex:
+    skipped = [bad for note in notes.values() for bad in note.skipped]
+    if skipped and plan.options.on_bad == "fail":
+        raise UserError(
+            f"{plan.name}: {_bad_images(skipped)}; fix the source, or leave them out with "
+            "--on-bad skip; finished shards are kept"
+        )
+    if len(skipped) == plan.samples:
+        raise UserError(f"{plan.name}: no image is left, {_bad_images(skipped)}")
+    changes: Counter[str] = Counter()
+    for note in notes.values():
+        changes.update(note.changes)
+    return write_index(
+        plan.options.out,
+        plan.name,
+        [note.entry for note in notes.values()],
+        np.concatenate([note.records for note in notes.values()]),
+        plan.classes,
+        plan.source,
+        plan.converter | {"changed": dict(sorted(changes.items()))},
+        skipped,
+    )
+
+
+def _bad_images(skipped: list[dict[str, str]]) -> str:
+    named = ", ".join(f"{bad['name']} ({bad['reason']})" for bad in skipped[:NAMED_BAD])
+    more = f" and {len(skipped) - NAMED_BAD} more" if len(skipped) > NAMED_BAD else ""
+    return f"{len(skipped)} bad image{'s'[: len(skipped) > 1]}: {named}{more}"

@@ -1,1 +1,0 @@
-"""Where samples come from: folders, tars, zips and arrays, read in place."""

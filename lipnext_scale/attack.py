@@ -1,0 +1,170 @@
+"""Attack a model on its test set, inside its certified radii and beyond them.
+
+    python -m lipnext_scale.attack --run runs/digits [--radii 36/255 0.5] [--samples 1000]
+
+Writes attack.json and attacked.npz into the run directory, adds them to the report of `certify`
+that is there, and prints a table. A label that changes inside its radius is written to
+violations.npz, and the command fails.
+"""
+
+import argparse
+import math
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lipnext_scale import attacks
+from lipnext_scale.attacks import INSIDE, KEPT, METHODS, Attacker, AttackSettings
+from lipnext_scale.certification import Certifier
+from lipnext_scale.certification.certificate import parse_radii, write_json
+from lipnext_scale.certification.radius import PROOF
+from lipnext_scale.certification.report import ATTACKED, refresh_report
+from lipnext_scale.certification.target import (
+    Arrays,
+    EvaluationTarget,
+    add_arguments,
+    map_test_set,
+    open_target,
+    shared_blocks,
+    write_arrays,
+    writing,
+)
+from lipnext_scale.config.run_directory import RunDirectory
+from lipnext_scale.distributed.processes import Processes
+from lipnext_scale.utils.config import as_float
+from lipnext_scale.utils.cpu import keep_freed_memory
+from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError, command
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    arguments = _parser().parse_args(argv)
+    settings, epsilons = _settings(arguments), parse_radii(arguments.radii)
+    inside = _number(arguments.inside, "--inside", 1.0)
+    assumed = arguments.assume_lipschitz
+    lipschitz = None if assumed is None else _number(assumed, "--assume-lipschitz", math.inf)
+    keep_freed_memory()
+    processes = Processes(arguments.device, alone=True)
+    try:
+        target = processes.each(lambda: open_target(arguments))
+        samples = _evenly_spaced(arguments.samples, len(target.test.catalog))
+        model = target.model.to(processes.device, torch.float64)
+        certifier = Certifier(model, shared_blocks(model, processes), lipschitz)
+        about = _about(target, certifier, settings, inside)
+        if certifier.assumed and processes.rank == 0:
+            assumption = f"K = {certifier.lipschitz_bound:g} is assumed, not proven"
+            print(f"NO CERTIFICATE: {assumption}; all radii here are an experiment", flush=True)
+        work = partial(attacks.attack_batch, Attacker(certifier, settings), inside, epsilons)
+        what = [PROOF, repr(about), repr(epsilons)]
+        results = map_test_set(target.test, target.out, what, work, processes, "attack", samples)
+        processes.on_rank0(lambda: _report(target, certifier, results, epsilons, about))
+    finally:
+        processes.close()
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="lipnext_scale.attack", description=(__doc__ or "").split("\n")[0])
+    add_arguments(parser)
+    number = partial(parser.add_argument, type=int, metavar="N")
+    parser.add_argument("--radii", nargs="+", help="radii to attack at, such as 36/255 0.5")
+    number("--samples", help="attack this many, evenly spaced (default: all)")
+    number("--steps", default=100, help="of each attack (default 100; 20 are a quick look)")
+    number("--restarts", default=5, help="of each method (default 5; 2 are a quick look)")
+    parser.add_argument(
+        "--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), help="default: all"
+    )
+    parser.add_argument(
+        "--inside", default=str(INSIDE), help=f"share of the radius to attack at (default {INSIDE})"
+    )
+    number("--seed", default=0, help="of the points to start at (default 0)")
+    parser.add_argument(
+        "--assume-lipschitz",
+        metavar="K",
+        help="take K for the Lipschitz bound: an experiment, no certificate",
+    )
+    return parser
+
+
+def _settings(arguments: argparse.Namespace) -> AttackSettings:
+    for name in ("steps", "restarts"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name} {getattr(arguments, name)}: must be at least 1")
+    methods = tuple(dict.fromkeys(arguments.methods))
+    return AttackSettings(methods, arguments.restarts, arguments.steps, arguments.seed)
+
+
+def _number(text: str, name: str, most: float) -> float:
+    number = as_float(text)
+    if number is None or not 0 < number <= most:
+        limit = "" if most == math.inf else f" and at most {most:g}"
+        raise UserError(f"{name} {text}: must be a number above 0{limit}")
+    return number
+
+
+def _evenly_spaced(count: int | None, total: int) -> torch.Tensor:
+    count = total if count is None else count
+    if not 1 <= count <= total:
+        raise UserError(f"--samples {count}: must be 1 to {total}, all samples of the set")
+    return torch.arange(count) * total // count
+
+
+def _about(
+    target: EvaluationTarget, certifier: Certifier, settings: AttackSettings, inside: float
+) -> dict[str, Any]:
+    """The part of attack.json that names the attack and its target."""
+    return {
+        "inside": inside,
+        **asdict(settings),
+        "lipschitz_bound": certifier.lipschitz_bound,
+        "lipschitz_assumed": certifier.assumed,
+        "arithmetic": str(certifier.dtype).removeprefix("torch."),
+        "weights": target.weights,
+        "fingerprint": target.test.catalog.fingerprint(),
+        "resize": target.test.resize,
+    }
+
+
+def _report(
+    target: EvaluationTarget,
+    certifier: Certifier,
+    results: Arrays,
+    epsilons: tuple[float, ...],
+    about: dict[str, Any],
+) -> None:
+    """Write and print; a violation is a failure once all is written."""
+    found = attacks.attack_json(results, epsilons, about, target.test.sample_name)
+    with writing(target.out):
+        written = _write(target, certifier, results, found)
+    print(f"attack of {target.path} on {target.data}")
+    print(attacks.attack_table(found))
+    print("written: " + ", ".join(str(path) for path in written), flush=True)
+    if (message := attacks.failure(found)) is not None:
+        assumed = f"; K = {certifier.lipschitz_bound:g} was assumed" if certifier.assumed else ""
+        raise RunFailed(message + assumed)
+
+
+def _write(
+    target: EvaluationTarget, certifier: Certifier, results: Arrays, found: dict[str, Any]
+) -> list[Path]:
+    """attack.json first: pictures take a while. No file of an earlier attack stays beside it."""
+    out = RunDirectory(target.out)
+    violations, attacked = out.path / "violations.npz", out.path / ATTACKED
+    for path in (violations, attacked):
+        path.unlink(missing_ok=True)
+    write_json(out.attack, found)
+    written = [out.attack]
+    if found["violations"]:
+        write_arrays(violations, {name: results[f"violation_{name}"] for name in KEPT})
+        written.append(violations)
+    if certifier.assumed:  # its radii are no certificate to show examples of
+        return written
+    attacker = Attacker(certifier, AttackSettings(("apgd",), restarts=1))
+    write_arrays(attacked, attacks.examples(attacker, results, target.test.image))
+    return [*written, attacked, *refresh_report(out, target.test)]
+
+
+if __name__ == "__main__":
+    main()

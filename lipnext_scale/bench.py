@@ -1,0 +1,161 @@
+"""Measure how fast this machine feeds a run.
+
+    python -m lipnext_scale.bench data --config configs/imagenet_1b.yaml [section.key=value ...]
+
+Opens the run's data and hands out batches of one rank without training on them: images/s in all
+and of every stage, against decoding alone with as many processes.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import cv2
+import numpy as np
+
+from lipnext_scale.config.recipe import Recipe, load_recipe
+from lipnext_scale.data import DataSets, StreamLoader
+from lipnext_scale.data.augment import augment, draw_params
+from lipnext_scale.data.decode import BadSample
+from lipnext_scale.data.index import Record
+from lipnext_scale.data.loader import start_worker
+from lipnext_scale.data.source import Source
+from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError, command
+
+_HELD = 512  # encoded images that bare decoding goes through again and again
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(prog="lipnext_scale.bench", description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["data"], help="what is measured")
+    parser.add_argument("--config", required=True, help="YAML file, such as configs/digits.yaml")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
+    parser.add_argument("--ranks", type=int, default=1, help="measure the share of one of so many")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="set over the file"
+    )
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.seconds <= 0 or arguments.ranks < 1:
+        raise UserError("--seconds and --ranks must be positive")
+    recipe = load_recipe(arguments.config, arguments.overrides)
+    recipe.require_batch_for(arguments.ranks)
+    measure_data(recipe, arguments.ranks, arguments.seconds)
+
+
+def measure_data(recipe: Recipe, ranks: int, seconds: float) -> None:
+    model, data = recipe.model, recipe.data
+    sets = DataSets(data, model.image_size, model.in_channels, model.num_classes)
+    loader, processes = sets.training_loader(recipe.run.seed, 0, ranks), max(1, data.workers)
+    source = loader.sources[0]
+    rate, bare = pipeline_rate(loader, seconds), bare_rate(source, processes, seconds)
+    rows = {
+        "samples": f"{len(source.catalog):,} in {len(source.catalog.shards)} shards",
+        "batch": f"{data.batch_size}, of it here {loader.share}",
+        f"images/s, {data.workers} workers": f"{rate:.0f}",
+        f"decoding alone, {processes} process(es)": f"{bare:.0f}",
+        "share of that": f"{rate / bare:.2f}",
+    }
+    for stage, per_second in stage_rates(source).items():
+        rows[f"{stage}, images/s of one process"] = f"{per_second:.0f}"
+    width = max(len(name) for name in rows)
+    print("\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()))
+
+
+def pipeline_rate(loader: StreamLoader, seconds: float) -> float:
+    """Images/s that a loader hands out when nothing else computes."""
+    batches: Iterator[Any] = iter(loader)
+    for _ in islice(batches, 5):  # the workers' first batches come all at once
+        pass
+    images, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        images += len(next(batches).labels)
+    return images / (time.perf_counter() - began)
+
+
+def stage_rates(source: Source) -> dict[str, float]:
+    """Images/s of one process that only reads, decodes or augments."""
+    held, options = _decodable(source), source.options
+    drawn = draw_params(options.augment, options.seed, 0, np.arange(len(held)))
+    out = np.empty((options.image_size, options.image_size, options.channels), dtype=np.uint8)
+    spent = np.zeros(3)
+    for params, (sample, encoded, record) in zip(drawn, held, strict=True):
+        began = time.perf_counter()
+        source.store.read(sample)
+        read = time.perf_counter()
+        image = source.decode(encoded, record)
+        decoded = time.perf_counter()
+        augment(image, options.augment, params, out)
+        spent += (read - began, decoded - read, time.perf_counter() - decoded)
+    return dict(zip(("read", "decode", "augment"), len(held) / spent, strict=True))
+
+
+def bare_rate(source: Source, processes: int, seconds: float) -> float:
+    """Images/s of decoding, cropping and resizing from memory, in so many processes: the limit.
+
+    As the loader does it, into an array of a batch; but no reading, no random numbers, no order,
+    nothing sent.
+    """
+    options = source.options
+    held = _decodable(source)
+    low, high = options.augment.resize
+    shape = (options.batch_size, options.image_size, options.image_size, options.channels)
+    out = np.zeros(shape, dtype=np.uint8)
+
+    def decode_one(number: int) -> None:
+        _, encoded, record = held[number % len(held)]
+        image = source.decode(encoded, record)
+        short_side = low + number % (high - low + 1) if high else options.image_size
+        side = min(image.shape[:2]) * options.image_size // short_side
+        cv2.resize(image[:side, :side], out.shape[1:3], dst=out[number % len(out)])
+
+    return _rate_in_processes(decode_one, processes, seconds)
+
+
+def _decodable(source: Source) -> list[tuple[int, bytes, Record]]:
+    """Some samples throughout the set with their content, without bad ones; there must be one."""
+    held, reason, count = [], "", len(source.catalog)
+    for sample in range(0, count, count // min(_HELD, count)):
+        try:
+            encoded, record = source.store.read(sample)
+            source.decode(encoded, record)
+            held.append((sample, encoded, record))
+        except BadSample as bad:
+            reason = f"{source.catalog.key}: {source.store.name(sample)} {bad}"
+    if not held:
+        raise UserError(reason)
+    return held
+
+
+def _rate_in_processes(work: Callable[[int], object], processes: int, seconds: float) -> float:
+    """How often work(number) is done in a second by forked processes together."""
+    context = multiprocessing.get_context("fork")
+    barrier, done = context.Barrier(processes), context.Value("l", 0)
+
+    def measure(process: int) -> None:
+        start_worker(process)
+        number = process * 100
+        for warm_up in range(20):
+            work(number + warm_up)
+        barrier.wait(timeout=60)  # a process that failed never comes
+        end, first = time.perf_counter() + seconds, number
+        while time.perf_counter() < end:
+            number += 1
+            work(number)
+        with done.get_lock():
+            done.value += number - first
+
+    workers = [context.Process(target=measure, args=(i,), daemon=True) for i in range(processes)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise RunFailed("a measuring process has ended early")
+    return done.value / seconds
+
+
+if __name__ == "__main__":
+    main()

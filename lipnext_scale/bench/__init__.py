@@ -1,1 +1,0 @@
-"""Measurements on the user's own machine and data: `python -m lipnext_scale.bench`."""

@@ -1,0 +1,398 @@
+"""report.html, cra.png and examples.png: a certificate, and attacks on it, for people.
+
+The page is `report.html.j2`, rendered by Jinja2, with everything inside the one file. It depends on
+the certificate, the samples and attack.json alone, not on how or when they were made.
+"""
+
+import base64
+import csv
+import io
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import jinja2
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+from lipnext_scale.certification.certificate import (
+    SampleResults,
+    radius_name,
+    read_results,
+    wilson_interval,
+)
+from lipnext_scale.checkpoint.exports import SUFFIX, is_export
+from lipnext_scale.config.run_directory import RunDirectory
+from lipnext_scale.data import TestSet
+from lipnext_scale.utils.config import as_float
+from lipnext_scale.utils.files import atomic_file, write_atomically
+
+ATTACKED = "attacked.npz"  # of the attack command: examples of attacked images
+# Colours of the figures, each with the variable of the page that replaces it there.
+INK, FAINT, LINE, PROVEN, WRONG = "#1d2327", "#626b72", "#dcd8cd", "#1c5b8f", "#b3482d"
+VARIABLES = {INK: "ink", FAINT: "faint", LINE: "line", PROVEN: "proven", WRONG: "wrong"}
+PICTURES = 8  # of each kind
+# Larger pictures are shrunk, to keep the page below a few megabytes. Attacked ones are not, up to
+# the size of ImageNet's: shrinking would average the change away.
+LARGEST_PICTURE, LARGEST_ATTACKED = 160, 256
+AMPLIFICATIONS = (1000, 500, 200, 100, 50, 20, 10, 5, 2, 1)
+# Of more classes than this the page lists only the best and the worst.
+MANY_CLASSES, LISTED_CLASSES = 50, 10
+
+
+def write_report(
+    out: RunDirectory, facts: dict[str, Any], results: SampleResults, test: TestSet
+) -> list[Path]:
+    """facts: certificate.json. The attack in `out` is shown if it is about the same target."""
+    sets = test.catalog.class_names
+    names = next(iter(sets)) if len(sets) == 1 else ()  # shards that disagree have none
+    report = Report(facts, results, test.image, test.sample_name, names, *_attack_in(out, facts))
+    for path, figure in (
+        (out.curve_picture, report.curve(title=True)),
+        (out.examples_picture, report.examples()),
+    ):
+        with atomic_file(path) as file:
+            figure.savefig(file, format="png")
+    # File names need not be valid Unicode.
+    write_atomically(out.report, report.html().encode(errors="backslashreplace"))
+    return [out.curve_picture, out.examples_picture, out.report]
+
+
+def refresh_report(out: RunDirectory, test: TestSet) -> list[Path]:
+    """Add a new attack to the report; nothing if no certificate of the same target is here."""
+    try:
+        facts, results = json.loads(out.certificate.read_bytes()), read_results(out.samples)
+    except (OSError, ValueError, KeyError):
+        return []
+    if _attack_in(out, facts)[0] is None or len(results) != facts["data"]["samples"]:
+        return []
+    return write_report(out, facts, results, test)
+
+
+def _attack_in(
+    out: RunDirectory, facts: dict[str, Any]
+) -> tuple[dict[str, Any] | None, dict[str, np.ndarray] | None]:
+    """attack.json and attacked.npz, if they are about these weights, samples and the proven K."""
+    try:
+        attack = json.loads(out.attack.read_bytes())
+    except (OSError, ValueError):
+        return None, None
+    here = (facts["model"]["weights"], facts["data"]["fingerprint"], facts["data"]["resize"], False)
+    keys = ("weights", "fingerprint", "resize", "lipschitz_assumed")
+    if tuple(attack.get(key) for key in keys) != here:
+        return None, None
+    pictures = out.path / ATTACKED
+    if not pictures.is_file():
+        return attack, None
+    with np.load(pictures, allow_pickle=False) as stored:
+        return attack, dict(stored)
+
+
+@dataclass(frozen=True)
+class Report:
+    """image, name: the HWC uint8 image, and the shard and key, of a sample number."""
+
+    facts: dict[str, Any]
+    results: SampleResults
+    image: Callable[[int], np.ndarray]
+    name: Callable[[int], str]
+    class_names: tuple[str, ...] = ()
+    attack: dict[str, Any] | None = None
+    attacked: dict[str, np.ndarray] | None = None
+
+    def class_name(self, label: int) -> str:
+        return self.class_names[label] if 0 <= label < len(self.class_names) else str(label)
+
+    def html(self) -> str:
+        environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(Path(__file__).parent),
+            undefined=jinja2.StrictUndefined,
+            autoescape=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        environment.filters.update(
+            percent=percent, interval=interval_text, radius=lambda key: radius_name(float(key))
+        )
+        return environment.get_template("report.html.j2").render(
+            report=self,
+            facts=self.facts,
+            results=self.results,
+            attack=self.attack,
+            curve=svg(self.curve()),
+            histogram=svg(histogram_figure(self.facts["histogram"])),
+            paper=paper_table(self.facts, self.results),
+            violated=self.attack is not None and violated(self.attack),
+            samples=extremes(self.results),
+            picture=picture,
+            attacked=self.attacked_pictures(),
+            classes=class_groups(self.facts),
+            command=command_of(self.facts),
+        )
+
+    def verdict(self, sample: int) -> str:
+        said, true = int(self.results.predictions[sample]), int(self.results.labels[sample])
+        found = self.class_name(said)
+        return found if said == true else f"{found}, is {self.class_name(true)}"
+
+    def attacked_pictures(self) -> list[dict[str, Any]]:
+        """Original, change and attacked image of each example of an attack."""
+        found = []
+        arrays = self.attacked or {"samples": np.zeros(0)}
+        for row, sample in enumerate(arrays["samples"].tolist()):
+            one = {key: array[row] for key, array in arrays.items()}
+            change, factor = amplified(one["attacked"] - one["images"])
+            name, pictures = self.name(sample), []
+            for what, pixels, below in (
+                ("original", one["images"], self.class_name(int(one["labels"]))),
+                ("change", change, f"× {factor}, on grey"),
+                ("attacked", one["attacked"], self.class_name(int(one["predictions"]))),
+            ):
+                pixels = np.round(255 * pixels.clip(0, 1)).astype(np.uint8).transpose(1, 2, 0)
+                image = picture(pixels, f"{name}, {what}: {below}", LARGEST_ATTACKED)
+                pictures.append({"image": image, "what": what, "below": below})
+            radius, distance = float(one["radii"]), float(one["distances"])
+            found.append({"name": name, "trio": pictures, "radius": radius, "distance": distance})
+        return found
+
+    def examples(self) -> Figure:
+        """examples.png: samples with the largest and the smallest radii, and wrong ones."""
+        rows = {title: own for title, own in extremes(self.results).items() if len(own)}
+        width, height = 1.35 * PICTURES, 1.9 * len(rows)
+        figure = Figure(figsize=(width, height), dpi=130)
+        # Room in inches for titles: measuring it takes longer than the drawing.
+        figure.subplots_adjust(
+            0.35 / width, 0.05 / height, 1 - 0.1 / width, 1 - 0.45 / height, 0.1, 0.4
+        )
+        grid = figure.subplots(len(rows), PICTURES, squeeze=False)
+        axes: Axes
+        for axes in grid.flat:
+            axes.axis("off")
+        for (title, chosen), line in zip(rows.items(), grid, strict=True):
+            for sample, axes in zip(chosen.tolist(), line, strict=False):
+                axes.imshow(squeezed(self.image(sample)), "gray", vmin=0, vmax=255)
+                verdict = shorten(self.verdict(sample), 22, placeholder=" …")
+                text = f"{verdict}\nr = {self.results.radii[sample]:.3f}"
+                axes.set_title(text, fontsize=8, parse_math=False)
+            sideways = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 8}
+            line[0].text(-0.08, 0.5, title, transform=line[0].transAxes, **sideways)
+        return figure
+
+    def curve(self, title: bool = False) -> Figure:
+        """Certified accuracy over the radius with its 95 % band, and what attacks left."""
+        facts, results = self.facts, self.results
+        certified = {float(key): share for key, share in facts["certified_accuracy"].items()}
+        end = furthest_shown(results, certified)
+        radii = np.linspace(0, end, 400)
+        share, low, high = certified_curve(results, radii)
+        figure, axes = new_figure()
+        kind = "certified" if facts["certified"] else "NOT certified"
+        axes.fill_between(
+            radii, 100 * low, 100 * high, color=PROVEN, alpha=0.18, lw=0, label="95 % confidence"
+        )
+        axes.plot(radii, 100 * share, color=PROVEN, linewidth=2, label=kind)
+        for radius, share in certified.items():
+            axes.plot(radius, 100 * share, "o", color=PROVEN, markersize=5)
+            # Below the curve, but above the axis.
+            place, ha, va = (
+                ((-3, -4), "right", "top") if share > 0.1 else ((3, 3), "left", "bottom")
+            )
+            text, at = f"{share:.1%}", (radius, 100 * share)
+            axes.annotate(text, at, place, textcoords="offset points", color=INK, ha=ha, va=va)
+        if self.attack is not None:
+            robust = {0.0: self.attack["clean_accuracy"]}
+            robust |= {float(key): one["robust"] for key, one in self.attack["radii"].items()}
+            inside = {radius: robust[radius] for radius in sorted(robust) if radius <= end}
+            found = 100 * np.array(list(inside.values()))
+            axes.plot(list(inside), found, "s--", color=WRONG, ms=4, lw=1, label="under attack")
+        axes.set(xlabel="radius ε (l2 norm, pixels in [0, 1])", ylabel="accuracy (%)")
+        axes.set(xlim=(0, end), ylim=(0, 103))
+        if title:
+            axes.set_title(
+                f"{'Certified on' if facts['certified'] else 'NOT A CERTIFICATE:'} "
+                f"{len(results):,} samples, clean {facts['clean_accuracy']:.1%}, "
+                f"K ≤ {facts['lipschitz_bound']:.6f}",
+                fontsize=10,
+                color=INK,
+            )
+        add_legend(figure)
+        return figure
+
+
+def extremes(results: SampleResults) -> dict[str, np.ndarray]:
+    """The numbers of the samples that are shown, by kind."""
+    order = np.argsort(results.radii, kind="stable")
+    right, wrong = order[results.correct[order]], order[~results.correct[order]]
+    return {
+        "Right, largest radii": right[::-1][:PICTURES],
+        "Right, smallest radii": right[:PICTURES],
+        "Wrong, largest radii": wrong[::-1][:PICTURES],
+    }
+
+
+def picture(image: np.ndarray, alt: str, largest: int = LARGEST_PICTURE) -> Markup:
+    """An HWC uint8 image inside the page; small ones keep their pixels visible."""
+    made = Image.fromarray(squeezed(image))
+    kind = "pixels" if max(made.size) <= 96 else "photo"
+    made.thumbnail((largest, largest), Image.Resampling.LANCZOS)  # never enlarges
+    encoded = io.BytesIO()
+    made.save(encoded, format="PNG", optimize=True)
+    source = "data:image/png;base64," + base64.b64encode(encoded.getvalue()).decode()
+    markup = Markup('<img src="{}" alt="{}" width="{}" height="{}" class="{}">')
+    return markup.format(source, alt, *made.size, kind)
+
+
+def squeezed(image: np.ndarray) -> np.ndarray:
+    return image.squeeze(2) if image.shape[2] == 1 else image
+
+
+def amplified(change: np.ndarray) -> tuple[np.ndarray, int]:
+    """The change on mid-grey, as large as can be without clipping it."""
+    largest = float(np.abs(change).max())
+    factor = next((f for f in AMPLIFICATIONS if f * largest <= 0.5), 1)
+    return 0.5 + factor * change, factor
+
+
+# --------------------------------------------------------------------------------------------------
+# Figures.
+
+
+def new_figure() -> tuple[Figure, Axes]:
+    """Its text is legible in the 350 pixels that a phone has for it."""
+    figure = Figure(figsize=(4.8, 3.4), dpi=190, layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(color=LINE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelcolor=FAINT, color=LINE)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(LINE)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_color(FAINT)
+    return figure, axes
+
+
+def add_legend(figure: Figure) -> None:
+    """Above the axes, where it hides nothing."""
+    figure.legend(
+        loc="outside upper left", ncols=3, frameon=False, labelcolor=INK, columnspacing=1.2
+    )
+
+
+def certified_curve(
+    results: SampleResults, radii: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Certified accuracy at the radii, and both ends of its 95 % intervals."""
+    right = np.sort(results.radii[results.correct])
+    hits = len(right) - np.searchsorted(right, radii, side="left")
+    intervals = np.array([wilson_interval(int(hit), len(results)) for hit in hits])
+    return hits / len(results), intervals[:, 0], intervals[:, 1]
+
+
+def furthest_shown(results: SampleResults, epsilons: dict[float, float]) -> float:
+    """Where the axis of radii ends: a hundredth of the right predictions may lie beyond."""
+    right = results.radii[results.correct]
+    return 1.05 * max([*epsilons, np.quantile(right, 0.99) if len(right) else 0.0]) or 1.0
+
+
+def histogram_figure(histogram: dict[str, list[float]]) -> Figure:
+    """Radii of right predictions upwards, of wrong ones downwards, on the same scale."""
+    edges = np.array(histogram["edges"])
+    figure, axes = new_figure()
+    for kind, sign, color in (("right", 1, PROVEN), ("wrong", -1, WRONG)):
+        counts = sign * np.array(histogram[kind])
+        width = 0.88 * np.diff(edges)
+        axes.bar(edges[:-1], counts, width, align="edge", color=color, label=f"{kind} predictions")
+    axes.axhline(0, color=FAINT, linewidth=0.8)
+    axes.set(xlabel="radius (l2 norm, pixels in [0, 1])", ylabel="samples", xlim=(0, edges[-1]))
+    axes.yaxis.set_major_formatter(lambda count, _: f"{abs(count):,.0f}")
+    add_legend(figure)
+    return figure
+
+
+def svg(figure: Figure) -> Markup:
+    """The same bytes every time, in the colours of the page, with text as text."""
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    drawn = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "lipnext_scale", "svg.fonttype": "none"}):
+        figure.savefig(drawn, format="svg", transparent=True, metadata=nothing)
+    text = drawn.getvalue()
+    text = text[text.index("<svg") :]
+    for color, variable in VARIABLES.items():
+        text = text.replace(color, f"var(--{variable})")
+    return Markup(text)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables.
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return "–" if share is None else f"{share:.{digits}%}"
+
+
+def interval_text(interval: list[float], digits: int = 1) -> str:
+    low, high = (100 * end for end in interval)
+    return f"{low:.{digits}f} – {high:.{digits}f}"
+
+
+def paper_table(facts: dict[str, Any], results: SampleResults) -> dict[str, Any] | None:
+    """This run beside the paper's rows on the data set of its shape; None if it has none."""
+    shape = facts["model"]["architecture"]
+    classes, side = shape["num_classes"], shape["image_size"]
+    sets = {(10, 32): "CIFAR-10", (100, 32): "CIFAR-100", (200, 64): "Tiny-ImageNet"}
+    data_set = "ImageNet" if classes == 1000 and side >= 64 else sets.get((classes, side))
+    if data_set is None or shape["in_channels"] != 3:
+        return None
+    with Path(__file__).with_name("paper.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["data set"] == data_set]
+    radii = [key for key in rows[0] if as_float(key) and any(row[key] for row in rows)]
+    name = "this run" if facts["certified"] else "this run (not a certificate)"
+    shares = [percent(results.share(as_float(key) or 0)) for key in radii]
+    millions = facts["model"]["parameters"] / 1e6
+    size = f"{millions:.1f}M" if millions < 1000 else f"{millions / 1000:.1f}B"
+    own = [name, size, percent(results.share()), *shares, "–"]
+    columns = ["model", "size", "clean", *radii, "generated data"]
+    printed = [[row[key] or "–" for key in columns] for row in rows]
+    heads = [f"CRA@{key}" if key in radii else key for key in columns]
+    return {"data_set": data_set, "heads": heads, "rows": [own, *printed]}
+
+
+def violated(attack: dict[str, Any]) -> bool:
+    """Fewer robust than certified samples is a violation too."""
+    shares = attack["radii"].values()
+    return bool(attack["violations"]) or any(s["robust"] < s["certified"] for s in shares)
+
+
+def class_groups(facts: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """All classes; of many, those with the highest and the lowest certified accuracy."""
+    classes = facts["classes"]
+    if len(classes) <= MANY_CLASSES:
+        return {f"All {len(classes)} classes": classes}
+    # Where equally many are certified at the first radius, the larger ones decide.
+    ranked = sorted(
+        classes, key=lambda one: (*one["certified"].values(), one["clean"]), reverse=True
+    )
+    return {
+        f"The {LISTED_CLASSES} best classes": ranked[:LISTED_CLASSES],
+        f"The {LISTED_CLASSES} worst classes": ranked[-LISTED_CLASSES:],
+    }
+
+
+def command_of(facts: dict[str, Any]) -> str:
+    """What makes this certificate again."""
+    path, data = facts["model"]["path"], facts["data"]
+    of_export = path.endswith(SUFFIX) or is_export(Path(path))
+    words = ["python", "-m", "lipnext_scale.certify", "--model" if of_export else "--run", path]
+    words += ["--data", data["shards"]]
+    words += ["--resize", str(data["resize"])] if data["resize"] else []
+    words += ["--dtype", facts["arithmetic"]] if facts["arithmetic"] != "float64" else []
+    radii = [radius_name(float(radius)) for radius in facts["certified_accuracy"]]
+    return shlex.join([*words, "--radii", *radii])

@@ -1,0 +1,131 @@
+"""Models outside a run: exports under stable names, and the model that a checkpoint holds.
+
+An export is one safetensors file under the stable names of `models.lipnext`, whose metadata has the
+architecture as JSON, `model`; or a directory of such a file, model.safetensors, and config.json,
+which has the architecture for people and tools.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from lipnext_scale.checkpoint.directory import verify_checkpoint
+from lipnext_scale.checkpoint.io import load_shards, stored_shapes
+from lipnext_scale.checkpoint.shards import StateShard, StateShards
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.models.lipnext import named_parts
+from lipnext_scale.utils import config as configuration
+from lipnext_scale.utils.errors import UserError
+from lipnext_scale.utils.files import write_atomically
+
+SUFFIX = ".safetensors"
+WEIGHTS = f"model{SUFFIX}"
+CONFIG = "config.json"
+
+
+def stable_parameters(model: LipNeXt) -> dict[str, Tensor]:
+    """Views of all parameters by stable name, for any grouping into banks."""
+    return {part.name: part.of(part.parameter) for part in named_parts(model)}
+
+
+def save_export(model: LipNeXt, path: Path) -> None:
+    """To one file NAME.safetensors, or to any other name as a directory of the two files."""
+    tensors = {
+        name: tensor.detach().cpu().contiguous().clone()
+        for name, tensor in stable_parameters(model).items()
+    }
+    # The grouping of blocks into banks is not part of the function.
+    plain = configuration.to_dict(dataclasses.replace(model.config, blocks_per_bank=0))
+    content = save(tensors, metadata={"model": json.dumps(plain)})
+    if path.suffix == SUFFIX:
+        write_atomically(path, content)
+    else:
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomically(path / WEIGHTS, content)
+        write_atomically(path / CONFIG, json.dumps({"model": plain}, indent=2).encode())
+
+
+def is_export(path: Path) -> bool:
+    return path.is_file() or (path / WEIGHTS).is_file()
+
+
+@contextmanager
+def open_export(path: Path) -> Iterator[tuple[LipNeXtConfig, Any]]:
+    """(architecture, safetensors file) of an export; anything wrong with it is a UserError."""
+    weights = path / WEIGHTS if path.is_dir() else path
+    if not weights.is_file():
+        raise UserError(
+            f"{path}: is not an export; python -m lipnext_scale.export --run RUN makes one"
+        )
+    try:
+        file = safe_open(weights, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{weights}: is not a readable export: {error}") from None
+    with file:
+        metadata = file.metadata() or {}
+        if "model" not in metadata:
+            raise UserError(
+                f"{weights}: is not an export of lipnext_scale (no `model` in its metadata)"
+            )
+        try:
+            described = json.loads(metadata["model"])
+            config = configuration.from_dict(LipNeXtConfig, described, "model")
+        except ValueError as error:
+            raise UserError(f"{weights}: its architecture cannot be built: {error}") from None
+        yield config, file
+
+
+def load_export(path: Path) -> LipNeXt:
+    with open_export(path) as (config, file):
+        try:
+            model = empty_model(config)
+        except RuntimeError as error:
+            raise UserError(f"{path}: its architecture cannot be built: {error}") from None
+        parameters = stable_parameters(model)
+        if set(parameters) != set(file.keys()):
+            odd = sorted(set(parameters) ^ set(file.keys()))[0]
+            raise UserError(f"{path}: its tensors do not fit its architecture ({odd})")
+        read_export(path, file, {name: StateShard.full(t) for name, t in parameters.items()})
+    return model
+
+
+@torch.no_grad()
+def read_export(path: Path, file: Any, shards: StateShards) -> None:
+    """Read shards by stable name from an opened export: of each tensor only the shard's rows."""
+    for name, shard in shards.items():
+        if name not in file.keys():  # noqa: SIM118
+            raise UserError(f"{path}: has no {name}, which this model has")
+        stored = file.get_slice(name)
+        shape = tuple(stored.get_shape())
+        if shape != shard.shape:
+            raise UserError(f"{path}: {name} has shape {shape}, the architecture has {shard.shape}")
+        rows = slice(shard.offset[0], shard.offset[0] + shard.tensor.shape[0])
+        shard.tensor.copy_(stored[rows])
+
+
+def load_checkpoint_model(config: LipNeXtConfig, path: Path) -> LipNeXt:
+    """The model of a checkpoint with the slow weights: the algorithm's output."""
+    verify_checkpoint(path)
+    model, stored = empty_model(config), stored_shapes(path)
+    shards = {}
+    for name, tensor in stable_parameters(model).items():
+        # A frozen weight, or a run without Lookahead, has no slow weights.
+        kind = "slow" if f"slow.{name}" in stored else "model"
+        shards[f"{kind}.{name}"] = StateShard.full(tensor)
+    load_shards(path, shards)
+    return model
+
+
+def empty_model(config: LipNeXtConfig) -> LipNeXt:
+    """A model on the CPU whose weights are still to be loaded."""
+    with torch.device("meta"):
+        model = LipNeXt(config)
+    return model.to_empty(device="cpu")

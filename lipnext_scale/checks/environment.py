@@ -1,0 +1,156 @@
+"""Python, packages, CPUs, memory and GPUs. Imports nothing but Python's own at the top."""
+
+import importlib.metadata
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from lipnext_scale.checks import Finding, ok, size, warn, wrong
+
+DISTRIBUTION = "lipnext_scale"
+EXTRAS = ("accelerate", "deepspeed", "ffcv", "prep")  # not those of the package's developers
+# The module of a distribution, if the names differ.
+MODULES = {
+    "pyyaml": "yaml",
+    "pillow": "PIL",
+    "opencv-python-headless": "cv2",
+    "scikit-learn": "sklearn",
+}
+# NCCL keeps some tens of MB for each process of a node there.
+SHARED_MEMORY = 512e6
+
+
+def packages() -> list[Finding]:
+    """Every package that is needed, and the optional ones."""
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        fix = "pip install -c constraints.txt -e ."
+        return [warn("packages", f"{DISTRIBUTION} is not installed: versions are not known", fix)]
+    wanted = [
+        (name, oldest, extra, _installed(name))
+        for name, oldest, extra in map(parsed, requirements)
+        if name != DISTRIBUTION and (not extra or extra in EXTRAS)
+    ]
+    findings = [package(*facts) for facts in wanted]
+    for kind, optional in (("needed", False), ("optional", True)):
+        names = [name for name, _, extra, version in wanted if version and bool(extra) == optional]
+        findings.append(imports(f"imports of {kind} packages", names))
+    return findings
+
+
+def parsed(requirement: str) -> tuple[str, str, str]:
+    """(name, oldest version, extra); those of the package are all of the form name>=version."""
+    found = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*(?:>=\s*([\w.]+))?", requirement)
+    assert found is not None, requirement
+    extra = re.search(r"extra\s*==\s*[\"'](\w+)", requirement)
+    name = found[1].replace("lipnext-scale", DISTRIBUTION)
+    return name, found[2] or "", extra[1] if extra else ""
+
+
+def _installed(name: str) -> str:
+    """The version of a distribution, "" if there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def package(name: str, oldest: str, extra: str, version: str) -> Finding:
+    check, optional = f"package {name}", f"; optional ({extra})" if extra else ""
+    complain = warn if extra else wrong
+    install = f"pip install -c constraints.txt '{name}>={oldest}'"
+    if not version:
+        wanted = f"pip install -c constraints.txt '.[{extra}]', if you want it"
+        return complain(check, f"not installed{optional}", wanted if extra else install)
+    if _numbers(version) < _numbers(oldest):
+        return complain(check, f"{version} is older than {oldest}{optional}", install)
+    return ok(check, f"{version} (≥ {oldest}){optional}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """1.10.0+cpu → (1, 10, 0), so that 1.10 is newer than 1.9."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def imports(check: str, names: list[str]) -> Finding:
+    """All in one other process: most of them import torch, and one may crash."""
+    modules = [MODULES.get(name.lower(), name) for name in names]
+    command = [sys.executable, "-c", "import " + ", ".join(modules)]
+    tried = subprocess.run(command, capture_output=True, text=True)
+    if tried.returncode == 0:
+        return ok(check, ", ".join(modules))
+    lines = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
+    fix = "pip install --force-reinstall --no-deps -c constraints.txt PACKAGE"
+    return (warn if "optional" in check else wrong)(check, lines[-1], fix)
+
+
+def cpus(ranks_here: int) -> Finding:
+    count, given = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdigit() else count
+    text = f"{count} for {ranks_here} process(es) with {threads} thread(s) each"
+    if ranks_here > 1 and threads * ranks_here > count:
+        return warn("cpu", text, f"export OMP_NUM_THREADS={max(1, count // ranks_here)}")
+    return ok("cpu", text)
+
+
+def memory_limit() -> tuple[int, int]:
+    """(bytes of RAM that this process may use, bytes of these that are free)."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    total, free = known["MemTotal"], known["MemAvailable"]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
+        path = Path("/sys/fs/cgroup") / name
+        text = path.read_text(encoding="ascii").strip() if path.is_file() else "max"
+        if text != "max":
+            total = min(total, int(text))
+    return total, min(total, free)
+
+
+def memory() -> str:
+    total, free = memory_limit()
+    return f"{size(free)} of {size(total)} free"
+
+
+def shared_memory(directory: str = "/dev/shm") -> Finding:
+    """Worker processes have locks there, NCCL its buffers between the GPUs of a node."""
+    fix = "docker run --shm-size=2g or --ipc=host; elsewhere mount -o remount,size=2G /dev/shm"
+    try:
+        multiprocessing.get_context("fork").Lock()
+        stat = os.statvfs(directory)
+    except OSError as error:
+        text = f"no lock can be made in {directory}: {error.strerror}; data.workers needs them"
+        return wrong("shared memory", text, fix)
+    free = stat.f_bavail * stat.f_frsize
+    text = f"{size(free)} free in {directory}"
+    if free < SHARED_MEMORY:
+        return warn("shared memory", f"{text}: may be too little for NCCL", fix)
+    return ok("shared memory", text)
+
+
+def gpus() -> list[Finding]:
+    """The GPUs as torch sees them; whether a run can use them is a check of the run."""
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+        fix = "docker run --gpus all, srun --gpus-per-node, or a build of torch for your driver's "
+        fix += "CUDA, if there should be one"
+        return [warn("gpu", f"none that torch, built for {build}, can use", fix)]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+    findings = []
+    for index in range(torch.cuda.device_count()):
+        facts, (free, total) = (
+            torch.cuda.get_device_properties(index),
+            torch.cuda.mem_get_info(index),
+        )
+        text = f"{facts.name}, {size(free)} of {size(total)} free, CUDA {torch.version.cuda}, "
+        text += f"NCCL {nccl}, {'bf16' if facts.major >= 8 else 'no bf16'}"
+        used = free < 0.9 * total
+        fix = "nvidia-smi shows which process uses it" if used else ""
+        findings.append(Finding(f"gpu {index}", "warn" if used else "ok", text, fix))
+    return findings

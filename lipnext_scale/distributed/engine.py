@@ -1,0 +1,296 @@
+"""Engines: how a model is placed on processes, differentiated, clipped, saved and loaded."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lipnext_scale.checkpoint import StateShard, StateShards
+from lipnext_scale.distributed.config import ParallelConfig, choose_group_size
+from lipnext_scale.distributed.processes import Processes
+from lipnext_scale.distributed.rows import RowManifoldAdam, row_range
+from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
+from lipnext_scale.models.lipnext import NamedPart, named_parts
+from lipnext_scale.optim import (
+    ManifoldAdam,
+    ManifoldOptimizer,
+    OptimConfig,
+    Optimizers,
+    local_part,
+    split_parameters,
+)
+
+# --------------------------------------------------------------------------------------------------
+# What each rank holds of a run, under names that fit every engine, layout and world size:
+#
+#     model.NAME                                   the weights
+#     exp_avg.NAME, exp_avg_sq.NAME                the moments of either optimizer
+#     buffer.NAME                                  the sum of updates since the last Lookahead step
+#     slow.NAME                                    the slow weights
+#
+# with the stable names of `models.lipnext`. Any other engine can read a checkpoint of these.
+
+
+def local_range(parameter: Tensor) -> tuple[int, int]:
+    """The entries of the first dimension that this rank holds: [start, stop)."""
+    rows = parameter.shape[0]
+    if not isinstance(parameter, DTensor):
+        return 0, rows
+    assert parameter.placements[-1] == Shard(0), "FSDP shards along the first dimension"
+    mesh, axis = parameter.device_mesh, parameter.device_mesh.ndim - 1
+    return row_range(rows, mesh.size(axis), mesh.get_local_rank(axis))
+
+
+def training_state(
+    model: LipNeXt, optimizers: Optimizers | None, owned: RowManifoldAdam | None = None
+) -> StateShards:
+    """Weights and optimizer state, which is created if missing; without optimizers weights alone.
+
+    owned: the row layout's optimizer. Its matrices and their state come from their owners.
+    """
+    states: list[Mapping[Any, Any]] = []
+    if optimizers is not None:
+        optimizers.initialise_state()
+        states = [optimizers.euclidean.state, getattr(optimizers.manifold, "state", {})]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    shards: StateShards = {}
+    for part in named_parts(model):
+        name = names[id(part.parameter)]
+        if owned is None or name not in owned.names:
+            tensors = {"model": part.parameter}
+            for state in states:
+                tensors |= state.get(part.parameter, {})
+            shards |= _local_shards(part, tensors)
+        elif name in owned.owned:
+            tensors = {"model": owned.owned[name]}
+            if optimizers is not None:
+                tensors |= owned.state_of(name)
+            shards |= _shards(part, tensors)
+    return shards
+
+
+def _local_shards(part: NamedPart, tensors: Mapping[str, Any]) -> StateShards:
+    """This rank's shards of tensors that are laid out as the part's parameter."""
+    start, stop = local_range(part.parameter)
+    if part.index is None:
+        return _shards(part, tensors, start)
+    if not start <= part.index < stop:
+        return {}
+    entry = part.index - start
+    return _shards(part, {k: local_part(t)[entry] for k, t in tensors.items() if _has_entries(t)})
+
+
+def _shards(part: NamedPart, tensors: Mapping[str, Any], start: int = 0) -> StateShards:
+    """start: the first row of the part in the tensors."""
+    offset = (start,) + (0,) * (len(part.shape) - 1)
+    return {
+        f"{kind}.{part.name}": StateShard(local_part(tensor), part.shape, offset)
+        for kind, tensor in tensors.items()
+        if _has_entries(tensor)
+    }
+
+
+def _has_entries(value: Any) -> bool:
+    """Not the step counters that optimizers keep beside their tensors."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def checksums(shards: StateShards) -> dict[str, int]:
+    """A number for each shard by name and offset: replicas that differ have different ones.
+
+    It is the sum of the bits as int32, for shards of float32, as all of ours are.
+    """
+    with_data = {name: shard for name, shard in shards.items() if shard.tensor.numel()}
+    sums = [shard.tensor.view(torch.int32).sum(dtype=torch.int64) for shard in with_data.values()]
+    values = torch.stack(sums).tolist() if sums else []
+    return {
+        f"{name} from {shard.offset}": value
+        for (name, shard), value in zip(with_data.items(), values, strict=True)
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MATRICES = (".R", ".M", ".W")  # how the stable names of matrices end
+
+
+class Engine:
+    """One process, one device; and the base of the engines for several.
+
+    Unless stated otherwise all ranks must call a method together.
+    """
+
+    name = "single"
+    model: LipNeXt
+    network: nn.Module  # the model, or a wrapper of it that communicates
+
+    def __init__(self, config: ParallelConfig, processes: Processes) -> None:
+        self.config, self.processes = config, processes
+
+    def describe(self) -> str:
+        """The engine and its choices in a few words."""
+        return f"{self.name}, {self.config.precision}"
+
+    # Building
+
+    def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
+        """A model over the processes with its initial weights, the same for every world size.
+
+        No rank ever holds weights that it does not keep.
+        """
+        self.model = self.network = self.place(config)
+        self.model.to_empty(device=self.processes.device)
+        self.model.reset_parameters(seed)
+        return self.model
+
+    def place(self, config: LipNeXtConfig) -> LipNeXt:
+        """The model as this engine shards it, on the meta device: shapes without memory."""
+        model = self.build_on_meta(config, shards=1)
+        if self.config.precision == "bf16":
+            for group in model.block_groups():
+                group.compute_dtype = torch.bfloat16
+        return model
+
+    def build_on_meta(
+        self, config: LipNeXtConfig, shards: int, layout: WeightLayout = "bank"
+    ) -> LipNeXt:
+        """The model in groups for this many shards; recomputing and compiled as configured."""
+        size = choose_group_size(config, shards, layout == "bank")
+        with torch.device("meta"):
+            model = LipNeXt(replace(config, blocks_per_bank=size), layout=layout)
+        for group in model.block_groups():
+            group.recompute = self.config.recompute_activations
+            if self.config.compile:
+                group.compile()
+        return model
+
+    def optimizers(self, config: OptimConfig) -> Optimizers:
+        """Both optimizers of the model as this engine lays its weights out. Once, after `build`."""
+        return Optimizers(split_parameters(self.model), config, self.manifold_optimizer)
+
+    def manifold_optimizer(
+        self, named: list[tuple[str, nn.Parameter]], **arguments: Any
+    ) -> ManifoldOptimizer:
+        return ManifoldAdam(named, **arguments)
+
+    def parameter_count(self) -> int:
+        """Of the model on all ranks."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def held_weights(self) -> Iterable[Tensor]:
+        """All tensors of weights that this rank keeps from step to step."""
+        return self.model.parameters()
+
+    def replicas(self) -> int:
+        """How many ranks hold the same numbers of the model."""
+        return 1
+
+    # A step
+
+    def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
+        """(logits, the head's normalised rows). last: of the parts of an accumulated batch."""
+        return self.network(images, with_head=True)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add to the gradients; after the last part they are averaged over ranks."""
+        loss.backward()
+
+    def gradient_norm(self) -> Tensor:
+        """The global norm, equal on every rank. In float64: a norm of 1e20 is not infinite."""
+        double = torch.float64
+        norms = [torch.linalg.vector_norm(g, dtype=double) for g in self._gradients()]
+        return self._sum_over_shards(torch.stack(norms).square().sum()).sqrt()
+
+    def _sum_over_shards(self, value: Tensor) -> Tensor:
+        return value
+
+    def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
+        """Scale all gradients, whose global norm is `norm`, to one of at most `max_norm`."""
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in self._gradients():
+            gradient.mul_(factor.to(gradient))
+
+    def _gradients(self) -> list[Tensor]:
+        """This rank's shards of the gradients."""
+        return [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(stable name, this rank's numbers of its gradient). Local."""
+        for part in named_parts(self.model):
+            if part.parameter.grad is not None:
+                for shard in _local_shards(part, {"gradient": part.parameter.grad}).values():
+                    yield part.name, shard.tensor
+
+    def not_finite(self) -> list[str]:
+        """Parameters whose gradient has an entry on this rank that is not finite. Local."""
+        return [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and not local_part(parameter.grad).isfinite().all()
+        ]
+
+    def discard_gradients(self) -> None:
+        """Without a step."""
+        self.model.zero_grad(set_to_none=True)
+
+    def weights_changed(self) -> None:
+        """Drop gathered copies of the weights: something else than a step changed them."""
+
+    # Checkpoints
+
+    def owned_matrices(self) -> RowManifoldAdam | None:
+        """The optimizer that owns whole matrices while the parameters hold rows (layout row)."""
+        return None
+
+    def state_shards(self, optimizers: Optimizers | None) -> StateShards:
+        """What this rank puts into a checkpoint or fills from one; None: the weights alone."""
+        return training_state(self.model, optimizers, self.owned_matrices())
+
+    def state_loaded(self, shards: StateShards, optimizers: Optimizers | None) -> None:
+        """Bring the model up to `state_shards` that have been filled."""
+
+    def whole_matrices(self, optimizers: Optimizers) -> StateShards:
+        """Matrices that this rank holds whole, with their optimizer state. Local."""
+        return {
+            name: shard
+            for name, shard in self.state_shards(optimizers).items()
+            if name.endswith(MATRICES) and shard.tensor.shape == shard.shape
+        }
+
+
+class DDPEngine(Engine):
+    """A copy of the model on every rank; torch's DDP averages the gradients.
+
+    Every rank takes the same optimizer step on the same gradients, so the copies stay equal.
+    """
+
+    name = "ddp"
+
+    def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
+        model = super().build(config, seed)
+        self.network = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if self.config.reduce_precision == "bf16":
+            self.network.register_comm_hook(None, average_in_bf16)
+        return model
+
+    def replicas(self) -> int:
+        return self.processes.world_size
+
+    def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
+        # As DDP's no_sync(), whose context would have to span the forward and the backward pass.
+        self.network.require_backward_grad_sync = last  # type: ignore[assignment]
+        return super().forward(images)
+
+
+def average_in_bf16(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's hook for a bucket of gradients. (torch's own needs NCCL.)"""
+    gradients = bucket.buffer()
+    halves = gradients.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(halves, async_op=True)
+    return work.get_future().then(lambda _: gradients.copy_(halves))

@@ -1,0 +1,198 @@
+"""What a rank will hold and send, from shapes alone: nothing is allocated and nothing is run.
+
+`tests/distributed` compares these figures with what real processes hold and send.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lipnext_scale.distributed import build_engine
+from lipnext_scale.distributed.config import ParallelConfig
+from lipnext_scale.distributed.engine import Engine
+from lipnext_scale.distributed.fsdp import REPLICATE, SHARD, FSDPEngine
+from lipnext_scale.distributed.processes import fake_group
+from lipnext_scale.distributed.rows import SLOTS, assign_owners, make_buckets, row_range
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.optim import OptimConfig, local_part, split_parameters
+
+FP32 = 4
+WIDTHS = {"fp32": 4, "bf16": 2}
+# Beside its tensors both optimizers count each parameter's steps: an int64 for a matrix or a bank,
+# float32 `step` and `mu_product` for any other.
+COUNTERS = 8
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """Bytes on one rank, and sent by it in one step."""
+
+    matrices: float  # orthogonal matrices' worth of parameters, without FSDP's padding
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int = 0  # whole weights (and gradients, if summed last) that are there at one time
+    buffers: int = 0  # the row layout's, for exchanges with the owners
+    all_gather: int = 0
+    reduce_scatter: int = 0
+    all_reduce: int = 0
+    all_to_all: int = 0
+
+    @property
+    def kept(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def sent(self) -> int:
+        return self.all_gather + self.reduce_scatter + self.all_reduce + self.all_to_all
+
+
+def estimate(engine: Engine, model: LipNeXt, optim: OptimConfig) -> RankEstimate:
+    """Of this rank, for a model from `engine.place`. All gradients are taken to be there."""
+    orthogonal, euclidean = split_parameters(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    own, slow = _local_numbers([p for _, p in orthogonal]), bool(optim.lookahead)
+    # Moments, and with Lookahead the buffer and the slow weights.
+    state, counted = own * (2 + 2 * slow), len(orthogonal) + len(euclidean)
+    shards, beside = 1, {}
+    if isinstance(engine, FSDPEngine):
+        shards = engine.mesh[SHARD].size()
+        beside = {"gathered": _gathered_bytes(model, engine), **_fsdp_bytes(model, engine)}
+        if engine.config.weight_layout == "row":  # at the owner, with X itself
+            owned, buffers, sent = _row_layout(engine, [p for _, p in orthogonal])
+            state = sum(side**2 for side in owned) * (3 + 2 * slow)
+            counted = len(owned) + len(euclidean)
+            beside |= {"buffers": buffers, "all_to_all": sent}
+    elif engine.name == "ddp":
+        beside = {"all_reduce": _ddp_bytes(trainable, engine)}
+    state += _local_numbers([p for _, p in euclidean]) * (2 + slow)
+    return RankEstimate(
+        matrices=own / model.config.width**2,
+        parameters=FP32 * sum(_padded_part(p, shards) for p in model.parameters()),
+        gradients=FP32 * sum(_padded_part(p, shards) for p in trainable),
+        optimizer=FP32 * state + COUNTERS * counted,
+        **beside,
+    )
+
+
+def _local_numbers(parameters: list[nn.Parameter]) -> int:
+    return sum(local_part(parameter).numel() for parameter in parameters)
+
+
+def _gathered_bytes(model: LipNeXt, engine: FSDPEngine) -> int:
+    """Whole weights that are there at one time.
+
+    The head and all groups, with their M·Rᵀ; or with `reshard_after_forward` of the groups the one
+    that computes and those gathered ahead of it. FSDP gathers one ahead in the backward pass even
+    without prefetch, and computes with a copy even if there is one shard only. Gradients that are
+    summed over ranks after the last part are kept whole until then.
+    """
+    config, shards = engine.config, engine.mesh[SHARD].size()
+    compute, reduce = WIDTHS[config.precision], WIDTHS[config.reduce_precision]
+    groups = [shards * _padded_numbers(group, shards) for group in model.block_groups()]
+    if config.reshard_after_forward:
+        groups = sorted(groups)[-1 - max(1, config.prefetch) :]
+    gathered = compute * sum(groups) + FP32 * shards * _padded_numbers(model.head, shards)
+    made_again = config.reshard_after_forward or config.recompute_activations or config.compile
+    if model.config.parametrisation == "product" and not made_again:
+        gathered += compute * model.config.bank_parameters // 2
+    if config.accumulation > 1 and not config.reduce_every_part:
+        gathered += reduce * sum(_padded_numbers(group, 1, True) for group in model.block_groups())
+        gathered += FP32 * _padded_numbers(model.head, 1, True)
+    return gathered
+
+
+def _fsdp_bytes(model: LipNeXt, engine: FSDPEngine) -> dict[str, int]:
+    config, shards = engine.config, engine.mesh[SHARD].size()
+    replicas = engine.mesh[REPLICATE].size()
+    reductions = config.accumulation if config.reduce_every_part else 1
+    total = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    for unit in [*model.block_groups(), model.head]:
+        assert isinstance(unit, FSDPModule)
+        in_fp32 = unit is model.head  # whatever the configuration says; and gathered once a part
+        compute = FP32 if in_fp32 else WIDTHS[config.precision]
+        reduce = FP32 if in_fp32 else WIDTHS[config.reduce_precision]
+        gathers = 1  # and there for all parts
+        if config.reshard_after_forward:
+            gathers = config.accumulation * (1 if in_fp32 else 2)
+        moving = _padded_numbers(unit, shards, trainable=True)
+        total["all_gather"] += gathers * (shards - 1) * compute * _padded_numbers(unit, shards)
+        total["reduce_scatter"] += reductions * (shards - 1) * reduce * moving
+        total["all_reduce"] += 2 * (replicas - 1) * reduce * moving // replicas
+    return total
+
+
+def _padded_numbers(module: nn.Module, shards: int, trainable: bool = False) -> int:
+    parameters = [p for p in module.parameters() if p.requires_grad or not trainable]
+    return sum(_padded_part(p, shards) for p in parameters)
+
+
+def _padded_part(parameter: nn.Parameter, shards: int) -> int:
+    """Numbers of a parameter that every rank keeps and sends.
+
+    FSDP pads uneven shards to the largest, also on a rank that has none: the padding is in the
+    memory of the parameter and of its gradient, and on the wire, but not in optimizer state.
+    """
+    rows = parameter.shape[0]
+    return -(-rows // shards) * (parameter.numel() // rows)
+
+
+def _ddp_bytes(parameters: list[nn.Parameter], engine: Engine) -> int:
+    ranks, width = engine.processes.world_size, WIDTHS[engine.config.reduce_precision]
+    return 2 * (ranks - 1) * width * sum(p.numel() for p in parameters) // ranks
+
+
+def _row_layout(engine: FSDPEngine, parameters: list[nn.Parameter]) -> tuple[list[int], int, int]:
+    """(sides of the matrices that this rank owns, bytes of buffers, bytes sent) in the row layout.
+
+    A rank owns some of the matrices and has rows of all. It sends its rows to their owners, and the
+    owned matrices' rows back. Buffers are outboxes and inboxes both ways, and whole gradients. The
+    words that go with them are not counted.
+    """
+    mesh, config = engine.mesh[SHARD], engine.config
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    sides = [parameter.shape[-1] for parameter in parameters]
+    rows = [stop - start for start, stop in (row_range(side, ranks, rank) for side in sides)]
+    owners = assign_owners([side**3 for side in sides], ranks)
+    sizes = [FP32 * side**2 for side in sides]
+    leaving, arriving, gradients = [], [], []  # numbers, of each bucket
+    for bucket in make_buckets(owners, sizes, ranks, config.row_bucket_mb << 20):
+        owned = [matrix for matrix in bucket if owners[matrix] == rank]
+        leaving.append(sum(sides[m] * rows[m] for m in bucket if owners[m] != rank))
+        arriving.append(sum(sides[m] * (sides[m] - rows[m]) for m in owned))
+        gradients.append(sum(sides[m] ** 2 for m in owned))
+    width = WIDTHS[config.precision]
+    boxes = SLOTS * (max(leaving) + max(arriving)) * (FP32 + width)
+    return (
+        [side for side, owner in zip(sides, owners, strict=True) if owner == rank],
+        boxes + FP32 * max(gradients),
+        FP32 * sum(leaving) + width * sum(arriving),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Of a configuration alone, for one process that stands for all of them.
+
+
+def estimate_of_rank(
+    parallel: ParallelConfig, model: LipNeXtConfig, optim: OptimConfig, ranks: int, per_node: int
+) -> RankEstimate:
+    """Of rank 0, without activations; of ZeRO, the least that it can hold."""
+    if parallel.engine != "deepspeed":
+        with fake_group(0, ranks):
+            engine = build_engine(parallel, "cpu", per_node)
+            return estimate(engine, engine.place(model), optim)
+    alone, stage = estimate_of_rank(ParallelConfig(), model, optim, 1, 1), parallel.zero_stage
+    return replace(
+        alone,
+        parameters=alone.parameters // (ranks if stage >= 3 else 1),
+        gradients=alone.gradients // (ranks if stage >= 2 else 1),
+        optimizer=0 if parallel.offload_optimizer else alone.optimizer // ranks,
+    )
+
+
+def state_bytes(model: LipNeXtConfig, optim: OptimConfig) -> int:
+    """Weights and state of both optimizers: a checkpoint, which is the same for every engine."""
+    alone = estimate_of_rank(ParallelConfig(), model, optim, 1, 1)
+    return alone.parameters + alone.optimizer

@@ -1,0 +1,185 @@
+"""Weights, gradients and optimizer state sharded by FSDP2; replicated along the other mesh axis.
+
+The order in which things are put on the model, each from outside:
+
+    1. the model on the meta device, in groups that suit the shards; recomputing     (build_on_meta)
+    2. torch.compile of each group, which knows nothing of shards
+    3. fully_shard of each group and the head, with their mixed precision, then of the root
+    4. prefetching: which groups are gathered while another computes
+    5. memory for the local shards only, and their initial weights
+
+The head always computes in float32: its margins are what is certified.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lipnext_scale.checkpoint import StateShards
+from lipnext_scale.distributed.config import ParallelConfig
+from lipnext_scale.distributed.engine import DTYPES, Engine, local_range
+from lipnext_scale.distributed.processes import Processes
+from lipnext_scale.distributed.rows import RowManifoldAdam
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, Optimizers, local_part
+from lipnext_scale.utils.config import ConfigError
+
+# --------------------------------------------------------------------------------------------------
+# The mesh of ranks: replicate × shard.
+#
+# Ranks that differ along `shard` hold different parts of one copy of the model; ranks that differ
+# along `replicate` hold the same parts and average their gradients. Neighbouring ranks share a
+# copy, so that with a shard axis of a node's size weights travel within the node only (HSDP).
+
+REPLICATE, SHARD = "replicate", "shard"
+
+
+def choose_shard_size(wanted: int, world_size: int, local_world_size: int) -> int:
+    """As wanted; 0: the ranks of a node, or all where nodes have one rank or unequally many."""
+    if wanted == 0:
+        nodes_are_alike = local_world_size > 1 and world_size % local_world_size == 0
+        return local_world_size if nodes_are_alike else world_size
+    if world_size % wanted:
+        raise ConfigError(
+            "parallel.shard_size", wanted, f"must divide the number of processes, {world_size}"
+        )
+    return wanted
+
+
+def build_mesh(device_type: str, world_size: int, shard_size: int) -> DeviceMesh:
+    shape = (world_size // shard_size, shard_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))
+
+
+class FSDPEngine(Engine):
+    name = "fsdp"
+
+    def __init__(self, config: ParallelConfig, processes: Processes) -> None:
+        super().__init__(config, processes)
+        size = choose_shard_size(
+            config.shard_size, processes.world_size, processes.local_world_size
+        )
+        self.mesh = build_mesh(processes.device.type, processes.world_size, size)
+        for axis in (REPLICATE, SHARD):
+            processes.apply_timeout(self.mesh[axis].get_group())
+        self.row_optimizer: RowManifoldAdam | None = None
+
+    def describe(self) -> str:
+        layout = f"{self.config.weight_layout} layout"
+        mesh = f"{self.replicas()} × {self.mesh[SHARD].size()}"
+        return f"{self.name} {mesh}, {layout}, {self.config.precision}"
+
+    def replicas(self) -> int:
+        return self.mesh[REPLICATE].size()
+
+    def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
+        self.seed = seed
+        self.model = self.network = self.place(config)
+        self.model.to_empty(device=self.processes.device)
+        initialise_shards(self.model, seed)
+        if self.replicas() > 1:  # equal but for rounding on unlike devices: make them equal
+            for parameter in self.model.parameters():
+                group = self.mesh[REPLICATE].get_group()
+                dist.broadcast(local_part(parameter), group=group, group_src=0)
+        return self.model
+
+    def place(self, config: LipNeXtConfig) -> LipNeXt:
+        model = self.build_on_meta(config, self.mesh[SHARD].size(), self.config.weight_layout)
+        # Without replicas the shard axis alone: no all-reduces in groups of one.
+        mesh = self.mesh[SHARD] if self.replicas() == 1 else self.mesh
+        reshard, groups = self.config.reshard_after_forward, model.block_groups()
+        for group in groups:
+            group.keep_products = not reshard
+            fully_shard(
+                group, mesh=mesh, reshard_after_forward=reshard, mp_policy=self._precision()
+            )
+        fully_shard(model.head, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh)
+        set_prefetch(groups, self.config.prefetch)
+        return model
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        if self.config.precision == "fp32":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(
+            param_dtype=DTYPES[self.config.precision],
+            reduce_dtype=DTYPES[self.config.reduce_precision],
+        )
+
+    def manifold_optimizer(
+        self, named: list[tuple[str, nn.Parameter]], **arguments: Any
+    ) -> ManifoldOptimizer:
+        if self.config.weight_layout == "bank":
+            return ManifoldAdam(named, **arguments)
+        assert len(named) == 2 * self.model.config.depth, "no owner would fill a frozen matrix"
+        self.row_optimizer = RowManifoldAdam(
+            named,
+            self.mesh[SHARD].get_group(),
+            self._fill_initial,
+            return_dtype=DTYPES[self.config.precision],
+            bucket_bytes=self.config.row_bucket_mb << 20,
+            **arguments,
+        )
+        return self.row_optimizer
+
+    def _fill_initial(self, name: str, matrix: Tensor) -> None:
+        """The initial value of `groups.{i}.matrices.{j}`."""
+        _, number, _, index = name.split(".")
+        group = self.model.block_groups()[int(number)]
+        matrix.copy_(group.initial_matrix(int(index), self.seed, matrix))
+
+    def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.network, FSDPModule)
+        self.network.set_requires_gradient_sync(last or self.config.reduce_every_part)
+        self.network.set_requires_all_reduce(last)  # between replicas: once is enough
+        # Weights that stay gathered until the backward pass stay for the next part too.
+        self.network.set_reshard_after_backward(last or self.config.reshard_after_forward)
+        return super().forward(images)
+
+    def _sum_over_shards(self, value: Tensor) -> Tensor:
+        """Over all ranks, so that replicas clip by one and the same number."""
+        dist.all_reduce(value)
+        return value / self.replicas()
+
+    def weights_changed(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def owned_matrices(self) -> RowManifoldAdam | None:
+        return self.row_optimizer
+
+    def state_loaded(self, shards: StateShards, optimizers: Optimizers | None) -> None:
+        if self.row_optimizer is not None:
+            self.row_optimizer.rows_from_owners()
+
+
+def set_prefetch(groups: list[Any], ahead: int) -> None:
+    """Gather the next `ahead` groups while one computes, in both directions."""
+    for index, group in enumerate(groups):
+        if ahead:
+            group.set_modules_to_forward_prefetch(groups[index + 1 : index + 1 + ahead])
+            group.set_modules_to_backward_prefetch(groups[max(0, index - ahead) : index][::-1])
+
+
+@torch.no_grad()
+def initialise_shards(model: LipNeXt, seed: int) -> None:
+    """Initial weights of the local shards alone: those `LipNeXt.reset_parameters` would give.
+
+    The owners fill matrices in rows, in `FSDPEngine.manifold_optimizer`.
+    """
+    for group in model.block_groups():
+        if group.layout == "bank":
+            start, stop = local_range(group.bank)
+            for index, matrix in zip(range(start, stop), local_part(group.bank), strict=True):
+                matrix.copy_(group.initial_matrix(index, seed, matrix))
+        local_part(group.bias).zero_()
+        if group.pos is not None:
+            local_part(group.pos).zero_()
+    start, stop = local_range(model.head.weight)
+    local_part(model.head.weight).copy_(model.head.initial_weight(seed)[start:stop])
+    local_part(model.head.bias).zero_()

@@ -1,0 +1,459 @@
+"""The row layout: matrices whose rows are sharded over ranks, and Manifold Adam for them.
+
+Each matrix has one owner. A step sends rows of its gradient there and brings new rows back.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lipnext_scale.optim.lookahead_nadam import local_part
+from lipnext_scale.optim.manifold_adam import ManifoldAdam
+
+# --------------------------------------------------------------------------------------------------
+# Which rank holds which rows of a matrix, which one owns it, which matrices are exchanged together:
+# pure functions of numbers that are equal on all ranks, so all ranks get the same answer.
+
+
+def row_range(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The rows [start, stop) that `rank` holds: torch.chunk's rule, which FSDP2 shards by.
+
+    Every shard has ceil(rows/ranks) rows but the last ones, which may have fewer or none.
+    """
+    assert 0 <= rank < ranks
+    length = -(-rows // ranks)
+    return min(rank * length, rows), min((rank + 1) * length, rows)
+
+
+def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
+    """The owner of every matrix: the most costly first, each to the rank with the least to do."""
+    load = [0.0] * ranks
+    owners = [0] * len(costs)
+    for matrix in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        owner = min(range(ranks), key=lambda rank: (load[rank], rank))
+        owners[matrix] = owner
+        load[owner] += costs[matrix]
+    return owners
+
+
+def make_buckets(
+    owners: Sequence[int], sizes_in_bytes: Sequence[int], ranks: int, bucket_bytes: int
+) -> list[list[int]]:
+    """Matrices that are exchanged and moved together; every matrix is in exactly one bucket.
+
+    Each owner puts its next matrices into a bucket, up to `bucket_bytes` and at least one: so all
+    owners have work in every bucket until they run out. The limit is at least the largest matrix,
+    which the buffers must hold anyway.
+    """
+    assert len(owners) == len(sizes_in_bytes)
+    limit = max([bucket_bytes, *sizes_in_bytes])
+    left = [deque(i for i, owner in enumerate(owners) if owner == rank) for rank in range(ranks)]
+    buckets = []
+    while any(left):
+        bucket: list[int] = []
+        for matrices in left:
+            room = limit
+            while matrices and sizes_in_bytes[matrices[0]] <= room:
+                room -= sizes_in_bytes[matrices[0]]
+                bucket.append(matrices.popleft())
+        buckets.append(sorted(bucket))
+    return buckets
+
+
+# --------------------------------------------------------------------------------------------------
+# Packed, ragged exchanges of rows between the ranks that hold them and the owners of the matrices.
+#
+# Every rank holds some rows of every matrix; one rank owns it and holds it whole. For a bucket of
+# matrices each direction is one `all_to_all_single` of one flat buffer:
+#
+#     rows → owners (gradients)    to owner o:  my rows of each of its matrices
+#     owners → rows (weights)      to rank r:   a word, then its rows of each matrix that I own
+#
+# The parcels for one peer lie together, in the bucket's order, so both ends know all sizes. Shards
+# may be uneven or empty. What a rank has for itself is copied, not sent. The word says whether the
+# owner failed: all ranks learn of it without a further collective.
+#
+# Two exchanges may be posted in each direction; each has a pair of buffers, which the next but one
+# uses again. On a GPU waiting orders the streams, and a buffer is packed again only after the wait
+# for its last use.
+
+SLOTS = 2
+WORD = 8  # numbers: one would do, but the rows behind it should start at a multiple of 16 bytes
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A tensor that goes to, or comes from, the rank `peer`."""
+
+    peer: int
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class _Posted:
+    work: dist.Work
+    inbox: Tensor
+    incoming: list[Tensor]
+    kept_from: list[Tensor]
+    kept_to: list[Tensor]
+
+
+class PackedExchange:
+    """Sends parcels and receives others, as one flat buffer of `dtype` each, first in first out.
+
+    The parcels for and from a peer must agree in number, order and size at both ends. Tensors of
+    another type are rounded to `dtype` on their way, those that stay here too.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> None:
+        self._group, self._dtype = group, dtype
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._posted: deque[_Posted] = deque()
+        # Pairs of outbox and inbox, the next one to use first. They grow in the first step.
+        self._slots = deque(
+            [torch.zeros(0, dtype=dtype, device=device) for _ in ("outbox", "inbox")]
+            for _ in range(SLOTS)
+        )
+
+    @torch.no_grad()
+    def post(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> None:
+        """Pack and send. Tensors to receive into are written by `finish`, not before."""
+        assert len(self._posted) < SLOTS, "finish an exchange before the next but one"
+        outgoing, incoming = self._by_peer(send), self._by_peer(receive)
+        kept_from, kept_to = outgoing[self._rank], incoming[self._rank]
+        assert [t.shape for t in kept_from] == [t.shape for t in kept_to]
+        outgoing[self._rank], incoming[self._rank] = [], []
+        out_sizes = [sum(t.numel() for t in tensors) for tensors in outgoing]
+        in_sizes = [sum(t.numel() for t in tensors) for tensors in incoming]
+        outbox, inbox = self._boxes(sum(out_sizes), sum(in_sizes))
+        flat_outgoing = [tensor for tensors in outgoing for tensor in tensors]
+        _copy(_views(outbox, flat_outgoing), flat_outgoing)
+        work = dist.all_to_all_single(
+            inbox,
+            outbox,
+            output_split_sizes=in_sizes,
+            input_split_sizes=out_sizes,
+            group=self._group,
+            async_op=True,
+        )
+        flat_incoming = [tensor for tensors in incoming for tensor in tensors]
+        self._posted.append(_Posted(work, inbox, flat_incoming, kept_from, kept_to))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the exchange that was posted first and unpack it."""
+        posted = self._posted.popleft()
+        posted.work.wait()
+        _copy(posted.incoming, _views(posted.inbox, posted.incoming))
+        _copy(posted.kept_to, [tensor.to(self._dtype) for tensor in posted.kept_from])
+
+    def _by_peer(self, parcels: Sequence[Parcel]) -> list[list[Tensor]]:
+        tensors: list[list[Tensor]] = [[] for _ in range(self._ranks)]
+        for parcel in parcels:
+            if parcel.tensor.numel():  # a rank may hold no row of a small matrix
+                tensors[parcel.peer].append(parcel.tensor)
+        return tensors
+
+    def _boxes(self, *sizes: int) -> list[Tensor]:
+        """The outbox and inbox to use next, cut to these sizes."""
+        slot = self._slots[0]
+        self._slots.rotate(-1)
+        for index, size in enumerate(sizes):
+            if slot[index].numel() < size:
+                slot[index] = slot[index].new_zeros(size)
+        return [box[:size] for box, size in zip(slot, sizes, strict=True)]
+
+
+class RowExchange:
+    """Moves rows of buckets of matrices [d, d] to their owners and back.
+
+    A bucket is a list of indices of matrices. `shards` are this rank's rows of its matrices,
+    `wholes` those matrices that this rank owns. like: has the type and device of gradients.
+    """
+
+    def __init__(
+        self,
+        sides: Sequence[int],
+        owners: Sequence[int],
+        group: dist.ProcessGroup,
+        like: Tensor,
+        return_dtype: torch.dtype,
+    ) -> None:
+        self._sides, self._owners = list(sides), list(owners)
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._to_owners = PackedExchange(group, like.dtype, like.device)
+        self._to_shards = PackedExchange(group, return_dtype, like.device)
+        # Of each owner: 0, or 1 if it failed. Every owner in a bucket sends it anew.
+        self._words = torch.zeros(self._ranks, WORD, device=like.device)
+        self._returning: deque[list[int]] = deque()
+
+    def post_to_owners(
+        self, bucket: list[int], shards: Mapping[int, Tensor], wholes: Mapping[int, Tensor]
+    ) -> None:
+        self._to_owners.post(self._rows_here(bucket, shards), self._rows_of_all(bucket, wholes))
+
+    def finish_to_owners(self) -> None:
+        """The whole matrices of the bucket that was posted first are filled at their owners."""
+        self._to_owners.finish()
+
+    def post_to_shards(
+        self,
+        bucket: list[int],
+        wholes: Mapping[int, Tensor],
+        shards: Mapping[int, Tensor],
+        failed: bool = False,
+    ) -> None:
+        owners = sorted({self._owners[matrix] for matrix in bucket})
+        words: list[Parcel] = []
+        if self._rank in owners:
+            word = self._words.new_full((WORD,), float(failed))
+            words = [Parcel(rank, word) for rank in range(self._ranks)]
+        received = [Parcel(owner, self._words[owner]) for owner in owners]
+        self._to_shards.post(
+            words + self._rows_of_all(bucket, wholes), received + self._rows_here(bucket, shards)
+        )
+        self._returning.append(bucket)
+
+    def finish_to_shards(self) -> list[int]:
+        """The shards of the bucket posted first are filled; returns its matrices that failed.
+
+        These are all of the bucket's that a failed owner has, and the same on every rank. The host
+        waits for the device here.
+        """
+        bucket = self._returning.popleft()
+        self._to_shards.finish()
+        words = self._words[:, 0].tolist()
+        return [matrix for matrix in bucket if words[self._owners[matrix]]]
+
+    def _rows_here(self, bucket: list[int], shards: Mapping[int, Tensor]) -> list[Parcel]:
+        """This rank's rows of every matrix; the peer is the matrix's owner."""
+        return [Parcel(self._owners[matrix], shards[matrix]) for matrix in bucket]
+
+    def _rows_of_all(self, bucket: list[int], wholes: Mapping[int, Tensor]) -> list[Parcel]:
+        """Every rank's rows of the matrices owned here; the peer is the rank that holds them."""
+        return [
+            Parcel(rank, wholes[matrix][slice(*row_range(self._sides[matrix], self._ranks, rank))])
+            for matrix in bucket
+            if self._owners[matrix] == self._rank
+            for rank in range(self._ranks)
+        ]
+
+
+def _views(flat: Tensor, models: Sequence[Tensor]) -> list[Tensor]:
+    """Consecutive parts of a flat buffer with the shapes of `models`."""
+    ends = accumulate(model.numel() for model in models)
+    return [
+        flat[end - model.numel() : end].view(model.shape)
+        for model, end in zip(models, ends, strict=True)
+    ]
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """All at once: on a GPU a bucket of small matrices is a few kernels, not hundreds."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+# --------------------------------------------------------------------------------------------------
+# Manifold Adam for matrices whose rows are sharded over ranks (`weight_layout: row`).
+#
+# Every matrix has one owner, which holds X in float32 and the state (m, v, B, Xslow) and does the
+# step; the parameters of the model hold rows of X. Owners are balanced by d³, the work of a step.
+# A step goes through the matrices in buckets, in which every owner has a part:
+#
+#     post gradients(0)
+#     for each bucket b:
+#         post gradients(b+1)                  in transfer while b is worked on
+#         finish gradients(b)                  whole gradients at the owners
+#         move the matrices of b               ManifoldAdam on this rank's part of the bucket
+#         post rows(b)                         in transfer while b+1 is worked on
+#         finish rows(b-1)                     new rows in the shards
+#     finish rows(last)
+#
+# So two buckets are in transfer in each direction, and no memory but theirs is needed: two outboxes
+# and two inboxes each way and one bucket of whole gradients, each about `bucket_bytes`. A rank
+# sends 8·P·(R-1)/R² bytes a step for P parameters on R ranks, 6·P·… where rows return in bfloat16.
+#
+# If an update is not finite its owner returns the old rows and says so in the word. Every rank
+# reads it when it finishes those rows, moves no further matrix, takes part in the remaining
+# exchanges and raises FloatingPointError. Rows and owners still agree then; some matrices have
+# been moved: the others of that bucket, those of the buckets before it and of the one after it.
+
+ALIGNMENT = 64  # numbers: 256 bytes
+
+
+class RowManifoldAdam:
+    """ManifoldAdam for parameters [d, d] of which each rank of `group` holds rows.
+
+    named_parameters: sharded along the first dimension over `group`, the same list on every rank;
+        a plain tensor is taken to be this rank's rows.
+    initial: writes the initial value of a matrix by its name; called on its owner only.
+    return_dtype: of the rows on the wire, if not the parameters' own; bfloat16 loses nothing if
+        the forward pass computes in it.
+    bucket_bytes: of an owner's matrices that are exchanged together; at least one matrix is.
+
+    The constructor, `step`, `retract`, `slow_weights` and `rows_from_owners` are collective.
+    """
+
+    def __init__(
+        self,
+        named_parameters: list[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup,
+        initial: Callable[[str, Tensor], None],
+        return_dtype: torch.dtype | None = None,
+        bucket_bytes: int = 64 << 20,
+        **manifold_adam_arguments: Any,
+    ) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self._parameters = [parameter for _, parameter in named_parameters]
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        sides = [parameter.shape[-1] for parameter in self._parameters]
+        for name, parameter, side in zip(self.names, self._parameters, sides, strict=True):
+            start, stop = row_range(side, ranks, rank)
+            rows = tuple(local_part(parameter).shape)
+            assert rows == (stop - start, side), f"{name}: {rows} are not rows {start} to {stop}"
+        owners = assign_owners([side**3 for side in sides], ranks)
+        self._buckets = make_buckets(owners, [4 * side**2 for side in sides], ranks, bucket_bytes)
+        like = local_part(self._parameters[0])
+        self._own = {
+            index: nn.Parameter(like.new_empty(sides[index], sides[index]))
+            for index, owner in enumerate(owners)
+            if owner == rank
+        }
+        # The whole matrices of this rank: X, or Xslow inside `slow_weights()`.
+        self.owned = {self.names[index]: x for index, x in self._own.items()}
+        for name, x in self.owned.items():
+            initial(name, x.detach())
+        # A group of its own: torch refuses an empty list, and a rank may own nothing.
+        self._inner = ManifoldAdam([{"params": [*self.owned.items()]}], **manifold_adam_arguments)
+        self.param_groups = self._inner.param_groups
+        self._exchange = RowExchange(sides, owners, group, like, return_dtype or like.dtype)
+        self._gradients = like.new_empty(self._largest_part())
+        self.rows_from_owners()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move every matrix that has a gradient: on all ranks the same ones."""
+        moving = [[m for m in b if self._parameters[m].grad is not None] for b in self._buckets]
+        buckets = [bucket for bucket in moving if bucket]
+        if not buckets:
+            return
+        failed: list[int] = []
+        self._post_gradients(buckets[0])
+        for index, bucket in enumerate(buckets):
+            if index + 1 < len(buckets):
+                self._post_gradients(buckets[index + 1])
+            self._exchange.finish_to_owners()
+            sound = bool(failed) or self._move(bucket)
+            self._post_rows(bucket, failed=not sound)
+            if index > 0:
+                failed += self._exchange.finish_to_shards()
+        failed += self._exchange.finish_to_shards()
+        if failed:
+            names = ", ".join(self.names[matrix] for matrix in failed)
+            which = names if len(failed) == 1 else f"one of {names}"
+            raise FloatingPointError(f"the update of {which} is not finite")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def retract(self) -> None:
+        """X ← polar(X); Xslow ← X; B ← 0, for every matrix; the rows follow."""
+        self._inner.retract()
+        self.rows_from_owners()
+
+    @contextmanager
+    def slow_weights(self) -> Iterator[None]:
+        """Inside, the parameters hold rows of the slow weights; the fast ones return afterwards.
+
+        Not after an exception: other ranks may not have it, and would not take part.
+        """
+        with self._inner.slow_weights():
+            self.rows_from_owners()
+            yield
+        self.rows_from_owners()
+
+    @torch.no_grad()
+    def rows_from_owners(self) -> None:
+        """Refresh all rows from the owners' matrices."""
+        for index, bucket in enumerate(self._buckets):
+            self._post_rows(bucket)
+            if index > 0:
+                self._exchange.finish_to_shards()
+        self._exchange.finish_to_shards()
+
+    def initialise_state(self) -> None:
+        """Create the state of all matrices owned here: something to load a checkpoint into."""
+        self._inner.initialise_state()
+
+    def set_step(self, step: int) -> None:
+        """How many steps the state has seen, after it was loaded from a checkpoint."""
+        self._inner.set_step(step)
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """ManifoldAdam's state of a matrix owned here; empty before its first step."""
+        return self._inner.state[self.owned[name]]
+
+    def _post_gradients(self, bucket: list[int]) -> None:
+        gradients = {}
+        for matrix in bucket:
+            gradient = self._parameters[matrix].grad
+            assert gradient is not None
+            gradients[matrix] = local_part(gradient)
+        self._exchange.post_to_owners(bucket, gradients, self._whole_gradients(bucket))
+
+    def _move(self, bucket: list[int]) -> bool:
+        """The step of this rank's matrices of a bucket; False if their update is not finite."""
+        gradients = self._whole_gradients(bucket)
+        for matrix, gradient in gradients.items():
+            self._own[matrix].grad = gradient
+        try:
+            self._inner.step()
+        except FloatingPointError:
+            return False
+        finally:
+            for matrix in gradients:
+                self._own[matrix].grad = None
+        return True
+
+    def _post_rows(self, bucket: list[int], failed: bool = False) -> None:
+        shards = {matrix: local_part(self._parameters[matrix]) for matrix in bucket}
+        wholes = {matrix: self._own[matrix].detach() for matrix in self._part(bucket)}
+        self._exchange.post_to_shards(bucket, wholes, shards, failed)
+
+    def _part(self, bucket: list[int]) -> list[int]:
+        """The matrices of a bucket that this rank owns."""
+        return [matrix for matrix in bucket if matrix in self._own]
+
+    def _whole_gradients(self, bucket: list[int]) -> dict[int, Tensor]:
+        """Where the gradients of this rank's part of a bucket are put together.
+
+        One memory for all buckets: a bucket's gradients have been used when the next are unpacked.
+        """
+        views, start = {}, 0
+        for matrix in self._part(bucket):
+            x = self._own[matrix]
+            views[matrix] = self._gradients[start : start + x.numel()].view(x.shape)
+            start += _aligned(x.numel())
+        return views
+
+    def _largest_part(self) -> int:
+        """The most numbers that this rank's part of a bucket takes."""
+        parts = [self._part(bucket) for bucket in self._buckets]
+        return max(sum(_aligned(self._own[matrix].numel()) for matrix in part) for part in parts)
+
+
+def _aligned(numbers: int) -> int:
+    """Rounded up so that the next tensor starts where an allocation of its own might.
+
+    Matrix products are faster there, and they round as those of a tensor of its own do.
+    """
+    return -(-numbers // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,60 @@
+"""Clean and certified accuracy of the slow weights while training, with K taken as 1.
+
+A quick look; the certificate itself comes from lipnext_scale.certify, which bounds K from the
+stored weights.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from lipnext_scale.certification.radius import nominal_radii
+from lipnext_scale.data import DataSets, to_unit_range
+from lipnext_scale.data.evaluation import TestBatch
+from lipnext_scale.distributed import Engine
+from lipnext_scale.optim import Optimizers
+from lipnext_scale.utils.progress import beat
+
+
+class Evaluation:
+    """Every rank takes its share of the samples; all must call together."""
+
+    def __init__(
+        self, engine: Engine, optimizers: Optimizers, data: DataSets, epsilon: float
+    ) -> None:
+        self._engine, self._optimizers = engine, optimizers
+        self._data, self._epsilon = data, epsilon
+        self._subsets: dict[int, list[TestBatch]] = {}
+
+    def of_test_set(self) -> dict[str, float]:
+        processes = self._engine.processes
+        test = self._data.test_set(processes.rank, processes.world_size)
+        clean, cra = self._shares(test, len(self._data.test))
+        return {"test/clean_accuracy": clean, "test/nominal_cra": cra}
+
+    def of_subset(self, count: int) -> dict[str, float]:
+        """Of always the same samples, whose pixels are kept: they are read once."""
+        beat("the evaluation", slow=True)
+        processes = self._engine.processes
+        if count not in self._subsets:
+            test = self._data.test_set(processes.rank, processes.world_size)
+            self._subsets[count] = list(test.spread_subset(count))
+        clean, cra = self._shares(self._subsets[count], min(count, len(self._data.test)))
+        return {"watch/clean_accuracy": clean, "watch/nominal_cra": cra}
+
+    @torch.no_grad()
+    def _shares(self, batches: Iterable[TestBatch], samples: int) -> list[float]:
+        """Shares of correct and of certified samples, of all ranks."""
+        beat("the evaluation", slow=True)
+        processes = self._engine.processes
+        counts = torch.zeros(2, dtype=torch.float64)
+        with self._optimizers.slow_weights():
+            for batch in batches:
+                images = to_unit_range(batch.images, processes.device)
+                labels, radii = nominal_radii(*self._engine.forward(images))
+                correct = (labels.cpu() == batch.labels) & batch.counted
+                certified = correct & (radii.cpu() >= self._epsilon)
+                counts += torch.stack([correct.sum(), certified.sum()])
+                beat("the evaluation")
+            self._engine.weights_changed()
+        return processes.gather(counts.to(processes.device)).sum(0).div(samples).tolist()

@@ -1,0 +1,77 @@
+"""The scalars of a run: metrics.jsonl and TensorBoard events."""
+
+import json
+import math
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import SummaryWriter
+
+from lipnext_scale.utils.files import write_atomically
+
+# Several curves in one chart, in TensorBoard's tab "Custom Scalars": name → tags or patterns.
+CHARTS = {
+    "accuracy": {
+        "full test set": ["Multiline", ["test/clean_accuracy", "test/nominal_cra"]],
+        "subset": ["Multiline", ["watch/clean_accuracy", "watch/nominal_cra"]],
+    },
+    "by block": {
+        "distance from O(d)": ["Multiline", ["drift/block_.*"]],
+        "size of the step": ["Multiline", ["move/block_.*"]],
+        "gradient": ["Multiline", ["gradient/.*"]],
+    },
+}
+
+
+class Metrics:
+    """Scalars by step to metrics.jsonl and TensorBoard. Flushed by the line: a kill loses none.
+
+    A run that continues from step s first drops what an earlier process wrote beyond s. `seconds`
+    counts from the start of the process.
+    """
+
+    def __init__(self, jsonl: Path, tensorboard: Path, start_step: int, config: str = "") -> None:
+        kept = [record for record in read_records(jsonl) if record["step"] <= start_step]
+        write_atomically(jsonl, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        self._file = jsonl.open("a", encoding="utf-8")
+        self._writer = SummaryWriter(str(tensorboard), purge_step=start_step + 1)
+        self._writer.add_custom_scalars(CHARTS)
+        if config:
+            indented = "".join(f"    {line}\n" for line in config.splitlines())
+            self._writer.add_text("config.yaml", indented, start_step)
+        self._started = time.time()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        values = {name: value for name, value in values.items() if math.isfinite(value)}  # as JSON
+        record = {"step": step, "seconds": round(time.time() - self._started, 3), **values}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        # One event for all: `add_scalar` would write one each, at a tenth of a millisecond.
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        events = self._writer.file_writer
+        assert events is not None, "it is open until `close`"
+        events.add_summary(Summary(value=scalars), step)
+
+    def close(self) -> None:
+        """`write` has raised what could not be written; it is not tried again."""
+        for file in (self._file, self._writer):
+            with suppress(OSError):
+                file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The complete records of a metrics.jsonl; a line that a kill or a full disk cut is dropped."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in lines:
+        with suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
+    return records

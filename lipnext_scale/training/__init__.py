@@ -1,0 +1,1 @@
+"""The training loop and what a run needs around it."""

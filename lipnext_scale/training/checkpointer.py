@@ -1,0 +1,156 @@
+"""A run's state to and from its checkpoints: weights, both optimizers, generator, data position.
+
+The schedule is a function of the step. What is stored does not depend on engine, layout or number
+of processes (`Engine.state_shards`), so any can continue. A run may start from an export.
+"""
+
+import base64
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lipnext_scale.checkpoint import (
+    CheckpointWriter,
+    StateShards,
+    load_shards,
+    newest_intact_checkpoint,
+    read_facts,
+)
+from lipnext_scale.checkpoint.exports import open_export, read_export
+from lipnext_scale.config.recipe import RunConfig
+from lipnext_scale.data import StreamLoader
+from lipnext_scale.distributed import Engine
+from lipnext_scale.distributed.engine import checksums
+from lipnext_scale.optim import Optimizers, require_orthogonal
+from lipnext_scale.training.non_finite import NonFinitePolicy
+from lipnext_scale.utils import config as configuration
+from lipnext_scale.utils.errors import RunFailed, UserError
+
+
+class Checkpointer:
+    """Saves and resumes what it is given, as it is at that moment; all ranks together."""
+
+    def __init__(
+        self,
+        directory: Path,
+        run: RunConfig,
+        engine: Engine,
+        optimizers: Optimizers,
+        loader: StreamLoader,
+        non_finite: NonFinitePolicy,
+    ) -> None:
+        self._directory, self._asynchronous = directory, run.async_checkpoint
+        self._engine, self._optimizers = engine, optimizers
+        self._loader, self._non_finite = loader, non_finite
+        self._group = engine.processes.checkpoint_group
+        self.writer = CheckpointWriter(directory, run.keep_checkpoints, run.keep_every, self._group)
+        self._warned_of: BaseException | None = None
+
+    def save(self, step: int) -> None:
+        """Begin to write the checkpoint of `step`; training may continue at once.
+
+        One that could not be written is a warning, since a full disk may have room again at the
+        next. That one is waited for, and ends the run if it fails too.
+        """
+        failed = self._last_save_failed()
+        self._optimizers.initialise_state()  # before the first step there is none
+        facts: dict[str, Any] = {
+            "loader": self._loader.state_dict(),
+            "optimizers": self._optimizers.counters(),
+            "non_finite": self._non_finite.state_dict(),
+            "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+        }
+        shards = self._engine.state_shards(self._optimizers)
+        self._require_equal_replicas(step, shards)
+        self.writer.save(step, shards, facts, self._asynchronous and not failed)
+
+    def _require_equal_replicas(self, step: int, shards: StateShards) -> None:
+        """Ranks that hold the same part hold the same bits, or the checkpoint would mix two."""
+        sums = self._engine.processes.gather_objects(checksums(shards))
+        first: dict[str, tuple[int, int]] = {}
+        for rank, held in enumerate(sums):
+            for name, checksum in held.items():
+                other, expected = first.setdefault(name, (rank, checksum))
+                if checksum != expected:
+                    raise RunFailed(
+                        f"step {step}: ranks {other} and {rank} hold copies of {name} that differ; "
+                        "the last checkpoint is intact"
+                    )
+
+    def warn_of_failure(self) -> None:
+        """Print that a checkpoint could not be written, once. Cheap: called after every step."""
+        error = self.writer.failure
+        if isinstance(error, UserError) and error is not self._warned_of:
+            self._warned_of = error
+            if self._engine.processes.rank == 0:
+                line = f"warning: {error}; the run continues and tries again at the next checkpoint"
+                print(line, file=sys.stderr, flush=True)
+
+    def _last_save_failed(self) -> bool:
+        """The same on all ranks; rank 0 has printed why."""
+        self.writer.join()
+        self.warn_of_failure()
+        try:
+            self.writer.wait()
+        except UserError:
+            return True
+        return False
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Complete the checkpoint that is being written, also where an error ends the run."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to report
+                self.writer.wait()
+            raise
+        self.writer.wait()
+
+    def resume(self) -> int | None:
+        """Load the newest intact checkpoint and return its step; None where there is none."""
+        path = newest_intact_checkpoint(self._directory, self._group)
+        if path is None:
+            return None
+        facts = read_facts(path)
+        shards = self._engine.state_shards(self._optimizers)
+        load_shards(path, shards, self._group)
+        self._engine.state_loaded(shards, self._optimizers)
+        if "non_finite" in facts:  # not in the oldest checkpoints
+            self._non_finite.load_state_dict(facts["non_finite"])
+        updates = self._non_finite.updates(facts["step"])
+        self._optimizers.set_counters(updates, facts["optimizers"])
+        self._loader.load_state_dict(facts["loader"])
+        rng = bytearray(base64.b64decode(facts["rng"]))
+        torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
+        return facts["step"]
+
+
+def start_from_export(path: Path, engine: Engine) -> None:
+    """Take the weights of an export of the same architecture; each rank reads what it keeps."""
+    weights = engine.state_shards(None)
+    named = {name.removeprefix("model."): shard for name, shard in weights.items()}
+
+    def read() -> None:
+        with open_export(path) as (config, file):
+            there, here = (replace(c, blocks_per_bank=0) for c in (config, engine.model.config))
+            for key, (old, new) in configuration.differences(there, here).items():
+                raise UserError(
+                    f"run.init_from = {str(path)!r}: another architecture "
+                    f"(model.{key} = {old!r} there, {new!r} here)"
+                )
+            read_export(path, file, named)
+        for name, shard in named.items():
+            if name.endswith((".R", ".M", ".W")) and shard.tensor.shape == shard.shape:
+                try:
+                    require_orthogonal(f"{path}: {name}", shard.tensor)
+                except ValueError as error:
+                    raise UserError(str(error)) from None
+
+    engine.processes.everywhere(read)
+    engine.state_loaded(weights, None)

@@ -1,0 +1,1 @@
+"""Used by everything; uses nothing above."""

@@ -1,0 +1,242 @@
+"""The demo reaches its figures, and the certify command writes what the certifier finds."""
+
+import argparse
+import csv
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gloo import run_processes
+from sets_making import write_set
+from shard_making import encode, write_tar
+
+from lipnext_scale import certify
+from lipnext_scale.certification.certificate import read_results
+from lipnext_scale.certification.target import add_arguments, open_target
+from lipnext_scale.certify import Certifier, load_model, main
+from lipnext_scale.checkpoint.exports import save_export
+from lipnext_scale.config.recipe import load_recipe
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.training.trainer import Trainer
+
+FILES = ("certificate.json", "samples.csv", "report.html", "cra.png", "examples.png")
+
+
+def read_certificate(directory: Path) -> dict:
+    return json.loads((directory / "certificate.json").read_text())
+
+
+@pytest.mark.slow
+def test_the_demo_reaches_its_figures(
+    demo_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """≥ 95 % clean, ≥ 90 % certified at 36/255, ≥ 60 % at 0.5, K ≤ 1.001, and all files there.
+
+    The newest checkpoint by its own name gives the certificate of the run.
+    """
+    main(["--run", str(demo_run), "--out", str(tmp_path / "run")])
+    found = read_certificate(tmp_path / "run")
+    assert found["certified"] and found["data"]["samples"] == 360
+    assert found["clean_accuracy"] >= 0.95
+    assert found["certified_accuracy"][str(36 / 255)] >= 0.90
+    assert found["certified_accuracy"]["0.5"] >= 0.60
+    assert 1 <= found["lipschitz_bound"] <= 1.001
+    assert 0 < found["rounding"]["features"] < 1e-9
+    printed = capsys.readouterr().out
+    radii = [f"ε = {name}" for name in ("36/255", "72/255", "108/255", "0.5", "1")]
+    for words in ("clean accuracy", *radii, "bound K", "float64"):
+        assert words in printed
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {*FILES}
+    newest = max((demo_run / "checkpoints").glob("step-*[0-9]"))
+    main(["--model", str(newest), "--out", str(tmp_path / "checkpoint")])
+    again = read_certificate(tmp_path / "checkpoint")
+    assert again["model"].pop("path") == str(newest)
+    assert found["model"].pop("path") == str(demo_run) and again == found
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small untrained model, and 700 images of four classes with names."""
+    directory = tmp_path_factory.mktemp("export")
+    save_export(LipNeXt(LipNeXtConfig(2, 16, 8, 2, 3, 4), seed=0), directory / "m.safetensors")
+    names = ("a cat", "a dog", "a newt", "an owl")
+    write_set(directory, [400, 300], "test", classes=4, class_names=names)
+    return directory
+
+
+def arguments(export: Path, out: Path, *more: str) -> list[str]:
+    model, data = str(export / "m.safetensors"), str(export / "test-*.tar")
+    return ["--model", model, "--data", data, "--out", str(out), *more]
+
+
+def test_what_is_written_is_what_the_certifier_finds(export: Path, tmp_path: Path) -> None:
+    """samples.csv has every sample's radius to the last digit, and the shares follow from it."""
+    copy = tmp_path / "c.json"
+    main(arguments(export, tmp_path, "--radii", "1/100", "0.02", "--json", str(copy)))
+    facts = read_certificate(tmp_path)
+    assert facts == json.loads(copy.read_text())
+    rows = list(csv.DictReader((tmp_path / "samples.csv").open()))
+    assert [row["name"].split()[-1] for row in rows] == [f"{n:06d}" for n in range(700)]
+    results = read_results(tmp_path / "samples.csv")
+    assert facts["certified_accuracy"] == {"0.01": results.share(0.01), "0.02": results.share(0.02)}
+    assert facts["clean_accuracy"] == results.share() == results.correct.mean()
+    assert sum(facts["histogram"]["right"]) == results.correct.sum()
+    assert sum(facts["histogram"]["right"] + facts["histogram"]["wrong"]) == 700
+    assert [row["samples"] for row in facts["classes"]] == [175] * 4
+    target = open_target(parsed(arguments(export, tmp_path)))
+    certifier = Certifier.load(export / "m.safetensors")
+    assert certifier.lipschitz_bound == facts["lipschitz_bound"]
+    first = next(iter(target.test.in_parts([torch.arange(256)])))
+    labels, radii = certifier(first.images)
+    assert labels.tolist() == results.predictions[:256].tolist()
+    assert radii.tolist() == results.radii[:256].tolist()
+    assert "a newt" in (tmp_path / "report.html").read_text()
+
+
+def parsed(given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def certify_on(rank: int, world: int, export: Path, out: Path) -> None:
+    main(arguments(export, out))
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_writes_the_same(export: Path, tmp_path: Path) -> None:
+    main(arguments(export, tmp_path / "1"))
+    for world in (2, 4):
+        run_processes(world, certify_on, export, tmp_path / str(world))
+        for name in FILES:
+            found = (tmp_path / str(world) / name).read_bytes()
+            assert found == (tmp_path / "1" / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_a_killed_command_continues(
+    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finished chunks are not done again, and nothing differs."""
+    main(arguments(export, tmp_path / "whole"))
+    code = (
+        "import time, lipnext_scale.certify as c\n"
+        "work = c._work\n"
+        "c._work = lambda radii, batch: (time.sleep(1), work(radii, batch))[1]\n"
+        f"c.main({arguments(export, tmp_path / 'killed')!r})\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    while not list((tmp_path / "killed").glob(".certify-*/000000.npz")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = len(list((tmp_path / "killed").glob(".certify-*/*.npz")))
+    assert 1 <= done < 3
+    chunks, work = [], certify._work
+    monkeypatch.setattr(
+        certify, "_work", lambda radii, batch: (chunks.append(batch), work(radii, batch))[1]
+    )
+    main(arguments(export, tmp_path / "killed"))
+    assert len(chunks) == 3 - done
+    for name in ("certificate.json", "samples.csv"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_other_arithmetics_are_named(
+    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bfloat16 is a fast look and no certificate; float32 is one, with its larger rounding."""
+    main(arguments(export, tmp_path, "--dtype", "bfloat16"))
+    facts = read_certificate(tmp_path)
+    assert not facts["certified"] and "bfloat16" in facts["why_not"]
+    assert "NO CERTIFICATE" in capsys.readouterr().out
+    assert "Not a certificate" in (tmp_path / "report.html").read_text()
+    main(arguments(export, tmp_path, "--dtype", "float32"))
+    facts = read_certificate(tmp_path)
+    assert facts["arithmetic"] == "float32" and 1e-7 < facts["rounding"]["features"] < 1e-2
+
+
+@pytest.fixture(scope="module")
+def broken(export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of things that cannot be certified."""
+    directory = tmp_path_factory.mktemp("broken")
+    model = load_model(export / "m.safetensors")
+    with torch.no_grad():
+        model.groups[0].bank[1, 2, 3] = float("nan")
+    save_export(model, directory / "nan.safetensors")
+    content = (export / "m.safetensors").read_bytes()
+    (directory / "cut.safetensors").write_bytes(content[: len(content) // 2])
+    (directory / "m.safetensors").write_bytes(content)
+    image = np.zeros((9, 9, 3), np.uint8)
+    write_tar(directory / "larger.tar", [("a.cls", b"0"), ("a.png", encode(image))])
+    write_tar(directory / "labels.tar", [("a.cls", b"9"), ("a.png", encode(image[:8, :8]))])
+    write_tar(directory / "grey.tar", [("a.cls", b"0"), ("a.png", encode(image[:8, :8, 0]))])
+    write_tar(directory / "empty.tar", [])
+    write_tar(directory / "damaged.tar", [("a.cls", b"0"), ("a.png", encode(image[:8, :8])[:60])])
+    return directory
+
+
+MODEL = ["--model", "m.safetensors"]
+GOOD = [*MODEL, "--data", "TEST"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--run", "nowhere"], "nowhere"),
+        ([], "either --run DIR or --model PATH"),
+        (MODEL, "m.safetensors: is an export and needs --data"),
+        ([*GOOD, "--workers", "-1"], "workers = -1"),
+        ([*GOOD, "--resize", "4"], "--resize 4: must be 0 or at least 8"),
+        (["--model", "nan.safetensors", "--data", "TEST"], "not finite"),
+        (["--model", "cut.safetensors", "--data", "TEST"], "cut.safetensors: is not a readable"),
+        ([*MODEL, "--data", "larger.tar"], "--data are 3×9×9; --resize makes"),
+        ([*MODEL, "--data", "labels.tar"], "labels from 9 to 9"),
+        ([*MODEL, "--data", "grey.tar"], "--data are 1×8×8"),
+        ([*MODEL, "--data", "empty.tar"], "hold no samples"),
+        ([*MODEL, "--data", "damaged.tar"], "damaged.tar"),
+        ([*GOOD, "--radii=-1/4"], "-1/4"),
+        ([*GOOD, "--json", "no/such/dir/c.json"], "no/such/dir"),
+        ([*GOOD, "--out", "m.safetensors"], "must be a directory"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_exit_code_2(
+    export: Path,
+    broken: Path,
+    given: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(broken)
+    with pytest.raises(SystemExit) as stopped:
+        main([str(export / "test-*.tar") if word == "TEST" else word for word in given])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert said in error[-1] and len(error) == 1 and error[0].startswith("error: ")
+    assert not list(broken.glob("**/certificate.json"))
+
+
+def test_local_copies_of_the_run_are_used_where_they_exist(tmp_path: Path) -> None:
+    """data.stage_dir of the run; a machine without it reads the shards in their own place."""
+    shards, node = write_set(tmp_path / "set", [5, 3]), tmp_path / "node"
+    settings = "model.depth=1 model.width=16 model.image_size=8 model.patch_size=2 "
+    settings += "model.num_classes=7 data.batch_size=4 optim.epochs=1 optim.warmup_epochs=0 "
+    settings += "run.max_steps=1 run.eval_every=0 run.summary=false"
+    of_data = [f"data.train={shards}", f"data.test={shards}", f"data.stage_dir={node}"]
+    Trainer(load_recipe(None, [*settings.split(), *of_data, f"run.dir={tmp_path}/run"])).run()
+    given = parsed(["--run", str(tmp_path / "run")])
+    there = open_target(given)
+    assert all(Path(s.path).is_relative_to(node) for s in there.test.catalog.shards)
+    shutil.rmtree(node)
+    here = open_target(given)
+    assert all(Path(s.path).parent == tmp_path / "set" for s in here.test.catalog.shards)
+    assert not node.exists() and here.identity() == there.identity()

@@ -1,0 +1,147 @@
+"""The plan command: shapes, balance and bytes of runs that no test machine could hold."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lipnext_scale.config.recipe import load_recipe
+from lipnext_scale.distributed import build_engine
+from lipnext_scale.distributed.estimate import estimate
+from lipnext_scale.plan import fake_group, main, plan
+
+ROOT = Path(__file__).parents[2]
+ONE, TWO = (str(ROOT / "configs" / f"imagenet_{size}.yaml") for size in ("1b", "2b"))
+DIGITS = str(ROOT / "configs" / "digits.yaml")
+FP32 = ["parallel.precision=fp32", "parallel.reshard_after_forward=true"]
+
+
+def run_plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(list(arguments))
+    assert not dist.is_initialized()
+    return capsys.readouterr().out
+
+
+EIGHT = """\
+LipNeXt L32W4096: 1,073,741,824 orthogonal parameters
+8 processes: fsdp 1 × 8, bank layout, fp32
+batch of 256: 32 images a process
+
+whole → on rank 0
+8 groups of blocks with
+    bank [8, 4096, 4096] → [1, 4096, 4096]
+    bias [4, 4096] → [1, 4096]
+    pos [4, 14, 14, 1] → [1, 14, 14, 1]
+head with
+    weight [1000, 4096] → [125, 4096]
+    bias [1000] → [125]
+
+on each rank, GB (kept: parameters, gradients and optimizer. Activations come on top)
+  ranks  matrices  parameters  gradients  optimizer      kept  gathered
+  0-7        8.00       0.539      0.539      2.154     3.232     1.090
+
+sent by each rank in a step, GB
+  ranks  all-gather  reduce-scatter      sent
+  0-7         7.532           3.773    11.306
+
+kept: 3.232 GB on the fullest rank, 3.232 on average (0.0 % above), 3.232 on the emptiest
+"""
+
+
+def test_a_billion_parameters_on_one_node(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every rank has one of a group's eight matrices, and the same to do as any other."""
+    assert run_plan(capsys, "--config", ONE, "--ranks", "8", *FP32) == EIGHT
+
+
+def test_a_billion_parameters_on_eight_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nodes replicate, so a rank holds what it did on one node, and an all-reduce is added."""
+    out = run_plan(capsys, "--config", ONE, "--ranks", "64", *FP32)
+    assert "64 processes: fsdp 8 × 8" in out and "4 images a process" in out
+    assert "    bank [8, 4096, 4096] → [1, 4096, 4096]\n" in out
+    assert "  0-63        7.532           3.773       0.943    12.249\n" in out
+
+
+@pytest.mark.slow
+def test_rows_over_64_ranks() -> None:
+    """64 rows of each matrix on every rank, a matrix owned by each, and all hold much the same."""
+    settings = ["parallel.weight_layout=row", "parallel.shard_size=64"]
+    described, estimates = plan(load_recipe(ONE, settings), 64, 8)
+    assert "fsdp 1 × 64, row layout" in described
+    assert "    4 × matrices [4096, 4096] → [64, 4096]\n" in described
+    assert [e.matrices for e in estimates] == [1] * 64
+    assert max(e.kept for e in estimates) < 1.01 * min(e.kept for e in estimates)
+    assert all(e.all_to_all > 0 and e.buffers > 0 and e.all_reduce == 0 for e in estimates)
+
+
+def test_ranks_that_differ_have_lines_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """14 matrices on 16 ranks: two have none, and what that costs the others is printed."""
+    arguments = ["--config", ONE, "--ranks", "16", "--ranks-per-node", "16", "model.depth=7"]
+    out = run_plan(capsys, *arguments, *FP32)
+    assert "\n  0-13       1.00 " in out and "\n  14-15      0.00 " in out
+    assert "(9.0 % above)" in out
+
+
+def test_small_models_have_small_units(capsys: pytest.CaptureFixture[str]) -> None:
+    """No column of zeros: kB and MB where GB would be, nothing where nothing is sent."""
+    out = run_plan(capsys, "--config", DIGITS, "--ranks", "1", "parallel.accumulation=2")
+    assert "1 process: single, fp32" in out and "64 images a process, in 2 parts" in out
+    assert "on each rank, MB" in out and "nothing is sent" in out and "gathered" not in out
+    tiny = ["model.width=16", "parallel.engine=ddp"]
+    out = run_plan(capsys, "--config", DIGITS, "--ranks", "2", *tiny)
+    assert "on each rank, kB" in out and "all-reduce" in out and "all-gather" not in out
+
+
+def test_replicas_are_alike() -> None:
+    """A rank's estimate is that of its fellow in the first replica, from which it is taken."""
+    recipe = load_recipe(DIGITS, ["parallel.shard_size=3", "data.batch_size=60", "model.depth=4"])
+    _, estimates = plan(recipe, 6, 6)
+    for rank in range(6):
+        with fake_group(rank, 6):
+            engine = build_engine(recipe.parallel, "cpu", 6)
+            own = estimate(engine, engine.place(recipe.model), recipe.optim)
+        assert estimates[rank] == own
+    assert estimates[0] != estimates[2]
+
+
+MEASURED = """
+import resource, sys
+from lipnext_scale.plan import main
+main(sys.argv[1:])
+print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_in_memory() -> None:
+    """The process that plans 8 GB of weights for 16 ranks never has one gigabyte."""
+    command = [sys.executable, "-c", MEASURED, "--config", TWO, "--ranks", "16"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "kept: " in done.stdout
+    assert int(done.stderr.split()[-1]) < 1e9
+
+
+MISTAKES = [
+    (["--ranks", "0"], "--ranks 0: must be at least 1"),
+    ([], "the following arguments are required: --ranks"),
+    (["--ranks", "3"], "data.batch_size = 256: must be a multiple of 3 process"),
+    (["--ranks", "8", "parallel.shard_size=3"], "parallel.shard_size = 3: must divide"),
+    (["--ranks", "8", "parallel.engine=deepspeed"], "parallel.engine = 'deepspeed': is not planne"),
+    (["--ranks", "8", "model.widht=64"], "model.widht = 64: unknown key; did you mean model.width"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
+def test_a_mistake_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With exit code 2, and no process group or half a plan left behind."""
+    with pytest.raises(SystemExit) as end:
+        main(["--config", ONE, *arguments])
+    out, error = capsys.readouterr()
+    assert (end.value.code, out) == (2, "")
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+    assert not dist.is_initialized()
