@@ -141,12 +141,12 @@ def _bounded_plan(rho: float, tolerance: float) -> ExpPlan:
     if orthogonality_loss_bound(rho, 2) <= tolerance:
         return ExpPlan(2)
     squarings = 0
-    while _loss_after_squaring(rho, squarings) > tolerance:
+    while loss_after_squaring(rho, squarings) > tolerance:
         squarings += 1
     return ExpPlan(4, squarings)
 
 
-def _loss_after_squaring(rho: float, squarings: int) -> float:
+def loss_after_squaring(rho: float, squarings: int) -> float:
     once = orthogonality_loss_bound(rho / 2**squarings, 4)
     return math.expm1(min(2**squarings * math.log1p(once), 700.0))
 

@@ -18,15 +18,17 @@ def lie_gradient_reference(point: Tensor, gradient: Tensor) -> Tensor:
     return point.mT @ riemannian
 
 
-def lie_gradient(point: Tensor, gradient: Tensor, workspace: Workspace | None = None) -> Tensor:
-    """The same in one product instead of three: for XᵀX = I it is skew(XᵀG).
+def lie_gradient(
+    point: Tensor, gradient: Tensor, workspace: Workspace | None = None, scale: float = 1.0
+) -> Tensor:
+    """`scale` times the same in one product instead of three: for XᵀX = I it is skew(XᵀG).
 
     With a workspace the result lives in it, until the workspace is next used.
     """
     if workspace is None:
-        return skew(point.mT @ gradient)
+        return skew(point.mT @ gradient).mul_(scale)
     product = workspace.like("product", point, row_padding=16)
-    torch.baddbmm(product, point.mT, gradient, beta=0, alpha=0.5, out=product)  # XᵀG/2
+    torch.baddbmm(product, point.mT, gradient, beta=0, alpha=scale / 2, out=product)
     return torch.sub(product, product.mT, out=workspace.like("change", point))
 
 

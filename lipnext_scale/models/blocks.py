@@ -74,7 +74,7 @@ def l2_pool(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=(1, 2), dtype=dtype)
 
 
-# The orthogonal matrices of a group in turn, R₀, M₀, R₁, M₁, …: as one bank [2g, C, C] or one each.
+# The orthogonal matrices of a group, R₀, W₀, R₁, W₁, …: as one bank [g, 2, C, C] or one by one.
 Matrices = Tensor | Sequence[Tensor]
 
 
@@ -86,14 +86,12 @@ class BlockSpec:
     padding: str
     activation: str
     beta: float
-    parametrisation: str
 
 
 def block_reference(
-    x: Tensor, rotation: Tensor, mixing: Tensor, bias: Tensor, pos: Tensor | None, spec: BlockSpec
+    x: Tensor, rotation: Tensor, weight: Tensor, bias: Tensor, pos: Tensor | None, spec: BlockSpec
 ) -> Tensor:
-    """Z = act(W·S(R·(X + pos)) + b) on [N, H, W, C], W = M·Rᵀ (product) or W itself (merged)."""
-    weight = mixing @ rotation.mT if spec.parametrisation == "product" else mixing
+    """Z = act(W·S(R·(X + pos)) + b) on [N, H, W, C]."""
     if pos is not None:
         x = x + pos
     x = F.linear(x, rotation)
@@ -107,7 +105,7 @@ def matrix_list(matrices: Matrices) -> Sequence[Tensor]:
 
     One unbind, not indexing: each index would cost a zero-filled bank in the backward pass.
     """
-    return matrices.unbind(0) if isinstance(matrices, Tensor) else matrices
+    return matrices.flatten(0, 1).unbind(0) if isinstance(matrices, Tensor) else matrices
 
 
 def group_reference(
@@ -117,6 +115,6 @@ def group_reference(
     matrices = matrix_list(matrices)
     positions = [None] * len(bias) if pos is None else pos.unbind(0)
     for index, (block_bias, block_pos) in enumerate(zip(bias.unbind(0), positions, strict=True)):
-        rotation, mixing = matrices[2 * index], matrices[2 * index + 1]
-        x = block_reference(x, rotation, mixing, block_bias, block_pos, spec)
+        rotation, weight = matrices[2 * index], matrices[2 * index + 1]
+        x = block_reference(x, rotation, weight, block_bias, block_pos, spec)
     return x

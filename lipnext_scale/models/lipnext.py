@@ -1,7 +1,7 @@
 """LipNeXt (paper §3.3): stem, blocks in banks, L2 pooling, a head with normalised rows."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.models import blocks
 from lipnext_scale.models.blocks import BlockSpec, Matrices, group_reference
-from lipnext_scale.models.fused import fused_group, layer_matrices
+from lipnext_scale.models.fused import fused_group
 from lipnext_scale.utils.config import ConfigError, changeable
 
 # --------------------------------------------------------------------------------------------------
@@ -23,8 +23,8 @@ WeightLayout = Literal["bank", "row"]
 class BlockGroup(nn.Module):
     """The blocks [first, first + count) of a network.
 
-    Their orthogonal matrices, R and M (or W) of each block in turn, are
-        layout bank: one parameter, bank [2·count, C, C], so that a shard is a stack of whole ones;
+    Their orthogonal matrices, R and W of each block in turn, are
+        layout bank: one parameter, bank [count, 2, C, C], so that a shard is some whole pairs;
         layout row:  a parameter [C, C] each, `matrices`, so that a shard is some rows of each.
     bias [count, C], pos [count, H, W, 1].
     """
@@ -42,16 +42,14 @@ class BlockGroup(nn.Module):
         super().__init__()
         self.first, self.count, self.spec = first, count, spec
         if layout == "bank":
-            self.bank = nn.Parameter(torch.empty(2 * count, width, width))
+            self.bank = nn.Parameter(torch.empty(count, 2, width, width))
         else:
             self.matrices = nn.ParameterList(torch.empty(width, width) for _ in range(2 * count))
         self.bias = nn.Parameter(torch.empty(count, width))
         self.pos = nn.Parameter(torch.empty(count, *tokens, 1)) if has_pos else None
         # Set from outside: recompute the activations in the backward pass instead of keeping them;
-        # keep every M·Rᵀ until then (`fused_group`); compute in another type than the parameters
-        # have (FSDP casts by itself and does not need it).
+        # compute in another type than the parameters have (FSDP casts by itself).
         self.recompute = False
-        self.keep_products = True
         self.compute_dtype: torch.dtype | None = None
 
     @property
@@ -79,22 +77,18 @@ class BlockGroup(nn.Module):
         inputs = (self._cast(x), weights, self._cast(self.bias), pos, self.spec)
         if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
             return group_reference(*inputs)
-        return fused_group(*inputs, keep_products=self.keep_products)
+        return fused_group(*inputs)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor if self.compute_dtype is None else tensor.to(self.compute_dtype)
 
-    def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """(R, W) of every block, W as the forward pass computes it."""
-        return list(zip(*layer_matrices(self.orthogonal_weights(), self.spec), strict=True))
-
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """R uniform on O(C), M = I (so W = Rᵀ), b = 0, pos = 0."""
+        """R uniform on O(C), W = Rᵀ (so M = W·R = I), b = 0, pos = 0."""
         self.bias.zero_()
         if self.pos is not None:
             self.pos.zero_()
-        for index, matrix in enumerate(self.orthogonal_weights()):
+        for index, matrix in enumerate(blocks.matrix_list(self.orthogonal_weights())):
             matrix.copy_(self.initial_matrix(index, seed, matrix))
 
     def initial_matrix(self, index: int, seed: int, like: Tensor) -> Tensor:
@@ -103,12 +97,9 @@ class BlockGroup(nn.Module):
         It comes from (seed, block) alone: the start does not depend on how blocks are grouped, how
         matrices are laid out or on which process they live.
         """
-        width = like.shape[-1]
-        if index % 2 and self.spec.parametrisation == "product":
-            return torch.eye(width, dtype=like.dtype, device=like.device)
         block = self.first + index // 2
         generator = torch.Generator().manual_seed((seed * 1_000_003 + block) % 2**63)
-        rotation = random_orthogonal(width, generator, like.dtype, like.device)
+        rotation = random_orthogonal(like.shape[-1], generator, like.dtype, like.device)
         return rotation.mT if index % 2 else rotation
 
 
@@ -116,6 +107,7 @@ class BlockGroup(nn.Module):
 class LipNeXtConfig:
     """The architecture; everything that the paper varies is a field."""
 
+    RETIRED: ClassVar = {"parametrisation": ...}  # it is the optimizer's now
     depth: int = 32
     width: int = 1024
     image_size: int = 32
@@ -127,7 +119,6 @@ class LipNeXtConfig:
     positional_embedding: bool = True
     activation: Literal["beta_abs", "minmax"] = "beta_abs"
     beta: float = 0.75
-    parametrisation: Literal["product", "merged"] = "product"
     # Blocks in a group, the unit of sharding. 0: the engine chooses; without one, all in one.
     blocks_per_bank: int = changeable(0)
 
@@ -176,7 +167,6 @@ class LipNeXtConfig:
 _CHOICES = {
     "padding": ("circular", "zero"),
     "activation": ("beta_abs", "minmax"),
-    "parametrisation": ("product", "merged"),
 }
 
 
@@ -229,7 +219,6 @@ class LipNeXt(nn.Module):
             padding=config.padding,
             activation=config.activation,
             beta=config.beta,
-            parametrisation=config.parametrisation,
         )
         per_bank = config.blocks_per_bank or config.depth
         self.groups = nn.ModuleList(
@@ -289,46 +278,44 @@ class LipNeXt(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # Stable names of weights, the same for every grouping and layout of the parameters.
 #
-#     blocks.{i}.R, blocks.{i}.M (product) or blocks.{i}.W (merged), blocks.{i}.bias,
-#     blocks.{i}.pos, head.weight, head.bias
+#     blocks.{i}.R, blocks.{i}.W, blocks.{i}.bias, blocks.{i}.pos, head.weight, head.bias
 #
 # Exports and checkpoints use only these, so they fit every grouping, layout and world size.
 
 
 @dataclass(frozen=True)
 class NamedPart:
-    """A tensor of the network: a whole parameter, or entry `index` of its first dimension."""
+    """A tensor of the network: a whole parameter, or what is at `index` in its first dimensions."""
 
     name: str
     parameter: nn.Parameter
-    index: int | None = None
+    index: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = tuple(self.parameter.shape)
-        return shape if self.index is None else shape[1:]
+        return tuple(self.parameter.shape[len(self.index) :])
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part's view of a tensor that is laid out as the whole parameter."""
-        return tensor if self.index is None else tensor[self.index]
+        return tensor[self.index] if self.index else tensor
 
 
 def named_parts(model: LipNeXt) -> list[NamedPart]:
     """Every number of the network in exactly one part, in the order of the blocks."""
-    second = "M" if model.config.parametrisation == "product" else "W"
     parts: list[NamedPart] = []
     for group in model.block_groups():
-        for index in range(2 * group.count):
-            name = f"blocks.{group.first + index // 2}.{second if index % 2 else 'R'}"
-            if group.layout == "bank":
-                parts.append(NamedPart(name, group.bank, index))
-            else:
-                parts.append(NamedPart(name, group.matrices[index]))
+        for index in range(group.count):
+            for which, letter in enumerate("RW"):
+                name = f"blocks.{group.first + index}.{letter}"
+                if group.layout == "bank":
+                    parts.append(NamedPart(name, group.bank, (index, which)))
+                else:
+                    parts.append(NamedPart(name, group.matrices[2 * index + which]))
         for index in range(group.count):
             block = f"blocks.{group.first + index}"
-            parts.append(NamedPart(f"{block}.bias", group.bias, index))
+            parts.append(NamedPart(f"{block}.bias", group.bias, (index,)))
             if group.pos is not None:
-                parts.append(NamedPart(f"{block}.pos", group.pos, index))
+                parts.append(NamedPart(f"{block}.pos", group.pos, (index,)))
     parts.append(NamedPart("head.weight", model.head.weight))
     parts.append(NamedPart("head.bias", model.head.bias))
     return parts

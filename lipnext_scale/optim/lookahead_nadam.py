@@ -23,17 +23,24 @@ class SlowWeights(torch.optim.Optimizer):
         """Inside, the parameters hold the slow weights, the algorithm's output; the fast return."""
         self.require_fast_weights("slow_weights()")
         held = [
-            (parameter, state["slow"]) for parameter, state in self.state.items() if "slow" in state
+            (group, parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if "slow" in self.state.get(parameter, {})
         ]
         self._showing_slow_weights = True
         try:
-            for parameter, slow in held:
-                _swap(parameter, slow)
+            for group, parameter in held:
+                self._exchange_slow(group, parameter)
             yield
         finally:
-            for parameter, slow in held:
-                _swap(parameter, slow)
+            for group, parameter in held:
+                self._exchange_slow(group, parameter)
             self._showing_slow_weights = False
+
+    @torch.no_grad()
+    def _exchange_slow(self, group: dict[str, Any], parameter: Tensor) -> None:
+        swap(local_part(parameter), local_part(self.state[parameter]["slow"]))
 
     def require_fast_weights(self, what: str) -> None:
         """Nothing that reads or moves the weights may run while slow and fast are exchanged."""
@@ -49,9 +56,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-@torch.no_grad()
-def _swap(one: Tensor, other: Tensor) -> None:
-    one, other = local_part(one), local_part(other)
+def swap(one: Tensor, other: Tensor) -> None:
     kept = one.clone()
     one.copy_(other)
     other.copy_(kept)

@@ -8,7 +8,12 @@ A step has these phases, so that the host waits for the device twice, however ma
     3. every matrix:  X ← X·exp(Δ), or the Lookahead step  Xslow ← Xslow·exp(B/2), X ← Xslow, B ← 0
 
 Phases 1 and 3 run over chunks of a bank, as batched products. `manifold_adam_reference` is the same
-algorithm for one matrix, written to be read.
+algorithm for one matrix, written to be read. On tensor cores (manifold/tensor_core.py) a chunk goes
+through all of it at once, and the host never waits.
+
+A network has pairs (R, W) and computes with W. What is learned is W itself (`merged`), or M with
+W = M·Rᵀ (`product`, as in the paper): then the optimizer holds M, pulls the gradients back to R and
+M, moves these two, and writes W.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,9 +25,9 @@ import torch
 from torch import Tensor
 
 from lipnext_scale import manifold
-from lipnext_scale.manifold import ExpPlan
+from lipnext_scale.manifold import ExpPlan, kernels, tensor_core
 from lipnext_scale.manifold.exponential import RULES, default_tolerance, sizes_for
-from lipnext_scale.optim.lookahead_nadam import SlowWeights, local_part
+from lipnext_scale.optim.lookahead_nadam import SlowWeights, local_part, swap
 
 # How much of a bank is worked on at once. On the CPU a chunk of all operands should stay in the
 # cache; on a GPU it need only be large enough to fill the device, and bounds the temporary memory.
@@ -30,6 +35,8 @@ CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 # A start further from O(d) than this is a mistake of the caller, not rounding.
 INITIAL_ORTHOGONALITY_LIMIT = 1e-4
 SecondMomentInit = Literal["paper", "zero"]
+Parametrisation = Literal["merged", "product"]
+Products = Literal["auto", "fp32", "tensor_core"]
 
 
 def adam_direction(
@@ -86,11 +93,22 @@ def direction_of(
 
 
 @dataclass
-class _Move:
-    """What phase 3 needs to move a bank: X (or Xslow) by exp of `exponent`, in the Lie algebra."""
+class Stack:
+    """Matrices that move together: views [k, d, d] of X, of its gradient and of its state."""
 
     point: Tensor
-    state: dict[str, Any]
+    gradient: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    buffer: Tensor | None
+    slow: Tensor | None
+
+
+@dataclass
+class _Move:
+    """What phase 3 needs to move a stack: X (or Xslow) by exp of `exponent`, in the Lie algebra."""
+
+    stack: Stack
     exponent: Tensor
     square: Tensor | None
     sizes: Tensor
@@ -100,13 +118,16 @@ class _Move:
 
 
 class ManifoldAdam(SlowWeights):
-    """Adam on O(d) for parameters [d, d] or banks [n, d, d], with Lookahead and retraction inside.
+    """Adam on O(d) for parameters [d, d], [n, d, d] or pairs [g, 2, d, d], with Lookahead and
+    retraction inside.
 
     lookahead: synchronise with the slow weights every so many steps; 0 switches Lookahead off.
     second_moment_init: `zero` with Adam's bias correction, or `paper` (v0 = 1/d, no correction),
         which makes the first 1/(1-β2) steps tiny and suits runs of 10⁵ steps.
-    exp_rule, exp_tolerance: see `lipnext_scale.manifold.fast_exp`.
+    exp_rule, exp_tolerance: see `lipnext_scale.manifold.fast_exp`; of fp32 products alone.
     retract_every: polar retraction every so many steps, beside the `retract()` at an epoch's end.
+    parametrisation: `product` learns (R, M) of pairs (R, W = M·Rᵀ); `merged` every matrix itself.
+    products: `fp32`, `tensor_core` (emulated on a CPU), or `auto`: tensor cores on CUDA.
     """
 
     def __init__(
@@ -117,9 +138,11 @@ class ManifoldAdam(SlowWeights):
         eps: float = 1e-8,
         lookahead: int = 6,
         second_moment_init: SecondMomentInit = "zero",
-        exp_rule: str = "paper",
+        exp_rule: str = "bounded",
         exp_tolerance: float | None = None,
         retract_every: int = 0,
+        parametrisation: Parametrisation = "merged",
+        products: Products = "auto",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -130,6 +153,8 @@ class ManifoldAdam(SlowWeights):
             "exp_rule": exp_rule,
             "exp_tolerance": exp_tolerance,
             "retract_every": retract_every,
+            "parametrisation": parametrisation,
+            "products": products,
         }
         super().__init__(params, defaults)
         self._workspace = manifold.Workspace()
@@ -139,35 +164,40 @@ class ManifoldAdam(SlowWeights):
         group = self.param_groups[-1]
         _check_hyperparameters(group)
         for index, parameter in enumerate(group["params"]):
-            _check_on_manifold(_name(group, index), parameter)
+            _check_on_manifold(_name(group, index), parameter, group["parametrisation"])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        scale: Tensor | None = None,
+        usable: Tensor | None = None,
+    ) -> float | None:
+        """scale: of all gradients, for clipping. usable: false moves nothing; without it gradients
+        that are not finite raise FloatingPointError, before anything moves."""
         self.require_fast_weights("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_usable_gradients()
-        moves = [
-            self._measure(group, parameter)
+        moving = [
+            (group, parameter)
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        if moves:
-            sizes = torch.cat([move.sizes for move in moves])
-            for move, plans in zip(moves, _plans(moves, sizes.tolist()), strict=True):
-                _apply(move, plans, self._workspace)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                every = group["retract_every"]
-                if (
-                    parameter.grad is not None
-                    and every
-                    and self.state[parameter]["step"] % every == 0
-                ):
-                    self._retract(parameter)
+        if usable is None:
+            self._require_usable_gradients()
+        on_device = [(g, p) for g, p in moving if uses_tensor_cores(g, p)]
+        on_host = [(g, p) for g, p in moving if not uses_tensor_cores(g, p)]
+        if on_host and (usable is None or bool(usable)):
+            self._step_in_phases(on_host, 1.0 if scale is None else float(scale))
+        for group, parameter in on_device:
+            self._step_on_tensor_cores(group, parameter, scale, usable)
+        for group, parameter in moving:
+            every = group["retract_every"]
+            if every and self.state[parameter]["step"] % every == 0:
+                self._retract(group, parameter)
         return loss
 
     def _require_usable_gradients(self) -> None:
@@ -191,21 +221,36 @@ class ManifoldAdam(SlowWeights):
                     f"the gradient of {name} is not finite, or its square is not: {found:g}"
                 )
 
-    def _measure(self, group: dict[str, Any], parameter: Tensor) -> _Move:
+    # In float32, in phases
+
+    def _step_in_phases(
+        self, moving: list[tuple[dict[str, Any], Tensor]], scale: float
+    ) -> None:
+        moves = []
+        for group, parameter in moving:
+            state = self._counted(group, parameter)
+            pull_back_(group, parameter, state)
+            step, learned = int(state["step"]), learned_stacks(group, parameter, state)
+            moves += [self._measure(group, stack, step, scale) for stack in learned]
+        sizes = torch.cat([move.sizes for move in moves])
+        for move, plans in zip(moves, _plans(moves, sizes.tolist()), strict=True):
+            _apply(move, plans, self._workspace)
+        for group, parameter in moving:
+            write_weights_(group, parameter, self.state[parameter])
+
+    def _measure(self, group: dict[str, Any], stack: Stack, step: int, scale: float) -> _Move:
         """Phase 1: moments, the direction Δ, the buffer B, the size that picks the exponential."""
-        state = self._state(group, parameter)
-        state["step"] += 1
-        step, rule = int(state["step"]), group["exp_rule"]
-        point, gradient = as_stack(parameter), as_stack(parameter.grad)
-        synchronise = bool(group["lookahead"]) and step % group["lookahead"] == 0
+        point, gradient, rule = stack.point, stack.gradient, group["exp_rule"]
+        assert gradient is not None
+        synchronise = is_lookahead_step(group, step)
         exponent = torch.empty_like(point)
         square = torch.empty_like(point) if rule == "bounded" else None
         sizes = torch.empty(point.shape[0], dtype=point.dtype, device=point.device)
         for part in chunks(point):
             delta = adam_direction(
-                manifold.lie_gradient(point[part], gradient[part], self._workspace),
-                as_stack(state["exp_avg"])[part],
-                as_stack(state["exp_avg_sq"])[part],
+                manifold.lie_gradient(point[part], gradient[part], self._workspace, scale),
+                stack.exp_avg[part],
+                stack.exp_avg_sq[part],
                 step=step,
                 lr=group["lr"],
                 betas=group["betas"],
@@ -214,18 +259,43 @@ class ManifoldAdam(SlowWeights):
                 out=exponent[part],
                 workspace=self._workspace,
             )
-            if group["lookahead"]:
-                buffer = as_stack(state["buffer"])[part].add_(delta)
+            if stack.buffer is not None:
+                buffer = stack.buffer[part].add_(delta)
                 if synchronise:
                     torch.mul(buffer, 0.5, out=delta)
             if square is not None:
                 torch.bmm(delta, delta, out=square[part])
             sizes[part] = sizes_for(rule, delta, None if square is None else square[part])
         tolerance = group["exp_tolerance"] or default_tolerance(point.dtype)
-        return _Move(point, state, exponent, square, sizes, synchronise, rule, tolerance)
+        return _Move(stack, exponent, square, sizes, synchronise, rule, tolerance)
+
+    # On tensor cores
+
+    def _step_on_tensor_cores(
+        self, group: dict[str, Any], parameter: Tensor, scale: Tensor | None, usable: Tensor | None
+    ) -> None:
+        """The host waits for nothing: what depends on values is decided on the device."""
+        state, device = self._counted(group, parameter), local_part(parameter).device
+        scale = torch.ones((), device=device) if scale is None else scale.float()
+        usable = torch.ones((), dtype=torch.bool, device=device) if usable is None else usable
+        pull_back_(group, parameter, state)
+        for stack in learned_stacks(group, parameter, state):
+            for part in chunks(stack.point):
+                _move_on_tensor_cores(group, stack, part, int(state["step"]), scale, usable)
+        write_weights_(group, parameter, state)
+
+    # State
+
+    def _counted(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+        state = self._state(group, parameter)
+        state["step"] += 1
+        return state
 
     def _state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-        """Plain tensors beside this process's part of the parameter."""
+        """Plain tensors beside this process's part of the parameter.
+
+        Of a pair (R, W) in the product form they are those of (R, M), and `factor` is M.
+        """
         state = self.state[parameter]
         if not state:
             point, paper = local_part(parameter), group["second_moment_init"] == "paper"
@@ -235,6 +305,12 @@ class ManifoldAdam(SlowWeights):
             if group["lookahead"]:
                 state["buffer"] = torch.zeros_like(point)
                 state["slow"] = point.clone()
+            if group["parametrisation"] == "product":
+                rotations, weights = as_pairs(point)
+                state["factor"] = weights @ rotations
+                if group["lookahead"]:
+                    as_pairs(state["slow"])[1].copy_(state["factor"])
+                write_weights_(group, parameter, state)
         return state
 
     @torch.no_grad()
@@ -243,6 +319,14 @@ class ManifoldAdam(SlowWeights):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._state(group, parameter)
+
+    @torch.no_grad()
+    def state_loaded(self) -> None:
+        """After the state was loaded from a checkpoint, which has M and not W: write W."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.state.get(parameter):
+                    write_weights_(group, parameter, self.state[parameter])
 
     def set_step(self, step: int) -> None:
         """Set how many steps the state has seen, after it was loaded from a checkpoint."""
@@ -254,20 +338,30 @@ class ManifoldAdam(SlowWeights):
         self._workspace = manifold.Workspace()
 
     @torch.no_grad()
+    def _exchange_slow(self, group: dict[str, Any], parameter: Tensor) -> None:
+        state = self.state[parameter]
+        for stack in learned_stacks(group, parameter, state):
+            assert stack.slow is not None
+            swap(stack.point, stack.slow)
+        write_weights_(group, parameter, state)
+
+    @torch.no_grad()
     def retract(self) -> None:
         """X ← polar(X); Xslow ← X; B ← 0, for every matrix (the end of an epoch in Algorithm 2)."""
         self.require_fast_weights("retract()")
         for group in self.param_groups:
             for parameter in group["params"]:
-                self._retract(parameter)
+                self._retract(group, parameter)
 
-    def _retract(self, parameter: Tensor) -> None:
-        point, state = as_stack(parameter), self.state.get(parameter, {})
-        for part in chunks(point):
-            point[part] = manifold.polar_retract(point[part])
-        if "slow" in state:
-            state["slow"].copy_(local_part(parameter))
-            state["buffer"].zero_()
+    def _retract(self, group: dict[str, Any], parameter: Tensor) -> None:
+        state = self._state(group, parameter)
+        for stack in learned_stacks(group, parameter, state):
+            for part in chunks(stack.point):
+                stack.point[part] = manifold.polar_retract(stack.point[part])
+            if stack.slow is not None and stack.buffer is not None:
+                stack.slow.copy_(stack.point)
+                stack.buffer.zero_()
+        write_weights_(group, parameter, state)
 
 
 def _name(group: dict[str, Any], index: int) -> str:
@@ -276,25 +370,120 @@ def _name(group: dict[str, Any], index: int) -> str:
 
 
 def _plans(moves: list[_Move], sizes: list[float]) -> list[list[ExpPlan]]:
-    """Phase 2: the plans of every bank, made before any matrix moves."""
-    ends = accumulate(move.point.shape[0] for move in moves)
+    """Phase 2: the plans of every stack, made before any matrix moves."""
+    ends = accumulate(len(move.sizes) for move in moves)
     return [
-        manifold.plan_exponentials(
-            sizes[end - move.point.shape[0] : end], move.rule, move.tolerance
-        )
+        manifold.plan_exponentials(sizes[end - len(move.sizes) : end], move.rule, move.tolerance)
         for move, end in zip(moves, ends, strict=True)
     ]
 
 
 def _apply(move: _Move, plans: list[ExpPlan], workspace: manifold.Workspace) -> None:
     """Phase 3: multiply by the exponentials; on a Lookahead step move the slow and follow."""
-    start = as_stack(move.state["slow"]) if move.synchronise else move.point
-    for part in chunks(move.point):
+    stack = move.stack
+    start = stack.slow if move.synchronise else stack.point
+    assert start is not None
+    for part in chunks(start):
         square = None if move.square is None else move.square[part]
         manifold.multiply_by_exp_(start[part], move.exponent[part], plans[part], square, workspace)
     if move.synchronise:
-        move.point.copy_(start)
-        move.state["buffer"].zero_()
+        assert stack.buffer is not None
+        stack.point.copy_(start)
+        stack.buffer.zero_()
+
+
+def _move_on_tensor_cores(
+    group: dict[str, Any], stack: Stack, part: slice, step: int, scale: Tensor, usable: Tensor
+) -> None:
+    """All of a step for some matrices; see manifold/tensor_core.py."""
+    assert stack.gradient is not None
+    point, (beta1, beta2) = stack.point[part], group["betas"]
+    synchronise, corrected = is_lookahead_step(group, step), group["second_moment_init"] == "zero"
+    correction1, correction2 = (1 - b**step if corrected else 1.0 for b in (beta1, beta2))
+    left = kernels.split_left(point)
+    gradient = kernels.scaled_cast(stack.gradient[part], scale, usable)
+    exponent = kernels.moments_(
+        tensor_core.lie_product(left, gradient),
+        stack.exp_avg[part],
+        stack.exp_avg_sq[part],
+        None if stack.buffer is None else stack.buffer[part],
+        usable,
+        beta1,
+        beta2,
+        group["eps"] * correction2**0.5,
+        -group["lr"] * correction2**0.5 / correction1,
+        synchronise,
+    )
+    steps = group["lookahead"] / 2 if synchronise else 1
+    squarings = tensor_core.squarings_for(group["lr"], point.shape[-1], steps)
+    operand, _ = tensor_core.exp_operand(exponent, squarings)
+    if synchronise:
+        assert stack.slow is not None
+        slow = stack.slow[part]
+        tensor_core.add_product_(slow, kernels.split_left(slow), operand)
+        point.copy_(slow)
+    else:
+        tensor_core.add_product_(point, left, operand)
+
+
+# --------------------------------------------------------------------------------------------------
+# Pairs (R, W), of which R and M are learned in the product form, W = M·Rᵀ.
+
+
+def as_pairs(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Views [g, d, d] of the first and of the second matrices of pairs [g, 2, d, d]."""
+    first, second = local_part(tensor).view(-1, 2, *tensor.shape[-2:]).unbind(1)
+    return first, second
+
+
+def learned_stacks(
+    group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
+) -> list[Stack]:
+    """All matrices of the parameter as one stack; in the product form every R, and every M."""
+    kinds = ("exp_avg", "exp_avg_sq", "buffer", "slow")
+    tensors = [parameter, parameter.grad, *(state.get(kind) for kind in kinds)]
+    if group["parametrisation"] == "merged":
+        return [Stack(*(None if t is None else as_stack(t) for t in tensors))]  # type: ignore[arg-type]
+    pairs = [(None, None) if t is None else as_pairs(t) for t in tensors]
+    rotations, factors = Stack(*(one for one, _ in pairs)), Stack(*(two for _, two in pairs))  # type: ignore[arg-type]
+    factors.point = state["factor"]
+    return [rotations, factors]
+
+
+def pull_back_(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+    """The gradients of (R, W) to those of (R, M), in place: dR += dWᵀ·M and dM = dW·R."""
+    if group["parametrisation"] == "merged":
+        return
+    assert parameter.grad is not None
+    multiply = _low_product if uses_tensor_cores(group, parameter) else torch.bmm
+    (rotation, _), (d_rotation, d_weight) = as_pairs(parameter), as_pairs(parameter.grad)
+    for part in chunks(rotation):
+        d_rotation[part] += multiply(d_weight[part].mT, state["factor"][part])
+        d_weight[part] = multiply(d_weight[part], rotation[part])
+
+
+def write_weights_(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+    """W = M·Rᵀ of every pair in the product form."""
+    if group["parametrisation"] == "merged":
+        return
+    multiply = tensor_core.product_x3 if uses_tensor_cores(group, parameter) else torch.bmm
+    rotation, weight = as_pairs(parameter)
+    for part in chunks(rotation):
+        weight[part] = multiply(state["factor"][part], rotation[part].mT)
+
+
+def _low_product(left: Tensor, right: Tensor) -> Tensor:
+    return tensor_core.product(left.bfloat16(), right.bfloat16())
+
+
+def uses_tensor_cores(group: dict[str, Any], parameter: Tensor) -> bool:
+    if group["products"] == "auto":
+        return local_part(parameter).is_cuda and parameter.dtype == torch.float32
+    return group["products"] == "tensor_core"
+
+
+def is_lookahead_step(group: dict[str, Any], step: int) -> bool:
+    return bool(group["lookahead"]) and step % group["lookahead"] == 0
 
 
 def as_stack(tensor: Tensor | None) -> Tensor:
@@ -323,18 +512,23 @@ def _check_hyperparameters(group: dict[str, Any]) -> None:
         "second_moment_init": (group["second_moment_init"] in ("paper", "zero"), "paper or zero"),
         "exp_rule": (group["exp_rule"] in RULES, f"must be one of {', '.join(RULES)}"),
         "exp_tolerance": (tolerance is None or tolerance > 0, "must be positive, or None"),
+        "parametrisation": (group["parametrisation"] in ("merged", "product"), "merged or product"),
+        "products": (group["products"] in ("auto", "fp32", "tensor_core"), "auto, fp32, tensor_core"),
     }
     for key, (right, rule) in allowed.items():
         if not right:
             raise ValueError(f"{key} = {group[key]!r}: {rule}")
 
 
-def _check_on_manifold(name: str, parameter: Tensor) -> None:
+def _check_on_manifold(name: str, parameter: Tensor, parametrisation: str) -> None:
     shape = tuple(parameter.shape)
-    if parameter.dim() not in (2, 3) or shape[-1] != shape[-2]:
-        raise ValueError(
-            f"{name} has shape {shape}: ManifoldAdam takes square matrices [d, d] or [n, d, d]"
-        )
+    takes = "square matrices [d, d], [n, d, d] or pairs [g, 2, d, d]"
+    right = parameter.dim() in (2, 3, 4) and shape[-1] == shape[-2]
+    if parametrisation == "product":
+        takes = "pairs of square matrices [g, 2, d, d]"
+        right = right and shape[-3:-2] == (2,)
+    if not right:
+        raise ValueError(f"{name} has shape {shape}: ManifoldAdam takes {takes}")
     if parameter.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"{name} is {parameter.dtype}: ManifoldAdam keeps its matrices in float32 or float64"
