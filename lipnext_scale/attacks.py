@@ -7,7 +7,7 @@ they are for (`hunt`, `robust_at`, `nearest_change`); what attack.json holds.
 import math
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from lipnext_scale.certification.target import Arrays
 from lipnext_scale.data import TestBatch, to_unit_range
 from lipnext_scale.data.order import sample_bits
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
-from lipnext_scale.models.blocks import matrix_list
 
 Classifier = Callable[[Tensor], Tensor]  # NCHW images → logits
 
@@ -349,15 +348,8 @@ class Attacker:
 
 @torch.no_grad()
 def search_copy(model: LipNeXt) -> LipNeXt:
-    """The model to search with: float32, no gradients of weights, every M·Rᵀ multiplied once."""
-    search = deepcopy(model).requires_grad_(False)
-    for group in search.block_groups():
-        if group.spec.parametrisation == "product":
-            matrices = matrix_list(group.orthogonal_weights())
-            for index, (_, weight) in enumerate(group.layers()):
-                matrices[2 * index + 1].copy_(weight)
-            group.spec = replace(group.spec, parametrisation="merged")
-    return search.float().eval()
+    """The model to search with: float32, no gradients of weights."""
+    return deepcopy(model).requires_grad_(False).float().eval()
 
 
 def images_at_once(config: LipNeXtConfig, memory: int) -> int:

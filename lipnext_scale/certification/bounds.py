@@ -101,8 +101,6 @@ class BlockFacts:
     weight: float  # ‖W‖₂
     rotation_frobenius: float
     weight_frobenius: float
-    weight_rounding: float  # ‖W as computed - M·Rᵀ‖_F; 0 where W is stored
-    weight_largest: float  # of the numbers that computing W makes
     bias: float
     pos: float
 
@@ -119,40 +117,17 @@ def measure_blocks(model: LipNeXt, part: int = 0, parts: int = 1) -> dict[int, B
         for index in range(group.count):
             if (group.first + index) % parts != part:
                 continue
-            rotation, second = matrices[2 * index], matrices[2 * index + 1]
+            rotation, weight = matrices[2 * index], matrices[2 * index + 1]
             pos = None if group.pos is None else group.pos[index]
-            is_product = group.spec.parametrisation == "product"
-            facts = block_facts(rotation, second, group.bias[index], pos, is_product)
-            found[group.first + index] = facts
+            found[group.first + index] = BlockFacts(
+                rotation=spectral_norm_bound(rotation),
+                weight=spectral_norm_bound(weight),
+                rotation_frobenius=frobenius_above(rotation.double()),
+                weight_frobenius=frobenius_above(weight.double()),
+                bias=_norm_above(group.bias[index]),
+                pos=0.0 if pos is None else _norm_above(pos),
+            )
     return found
-
-
-def block_facts(
-    rotation: Tensor, second: Tensor, bias: Tensor, pos: Tensor | None, is_product: bool
-) -> BlockFacts:
-    """second: M of the product form, W = M·Rᵀ, or W itself.
-
-    Every forward pass multiplies M·Rᵀ, and every machine in its own order. So W means the exact
-    product, ‖W‖ ≤ ‖M‖·‖R‖, and the distance of a computed one from it counts as rounding.
-    """
-    r, r_frobenius = spectral_norm_bound(rotation), frobenius_above(rotation.double())
-    weight, frobenius = spectral_norm_bound(second), frobenius_above(second.double())
-    rounding = largest = 0.0
-    if is_product:
-        width = rotation.shape[-1]
-        share, beside = product_loss(width, width**2, frobenius, rotation.dtype)
-        rounding, largest = above(share * r_frobenius + beside), above(frobenius * r_frobenius)
-        weight, frobenius = above(weight * r), above(weight * r_frobenius)
-    return BlockFacts(
-        rotation=r,
-        weight=weight,
-        rotation_frobenius=r_frobenius,
-        weight_frobenius=frobenius,
-        weight_rounding=rounding,
-        weight_largest=largest,
-        bias=_norm_above(bias),
-        pos=0.0 if pos is None else _norm_above(pos),
-    )
 
 
 def product_loss(

@@ -66,7 +66,7 @@ class FeatureRounding:
 def feature_rounding(
     blocks: Iterable[BlockFacts], config: LipNeXtConfig, dtype: torch.dtype
 ) -> FeatureRounding:
-    """The exact network begins at pixels p/255 and has W = M·Rᵀ itself, of weights in dtype."""
+    """The exact network begins at pixels p/255 and has weights in dtype."""
     info = torch.finfo(dtype)
     unit, tiny = info.eps / 2, info.smallest_normal
     width, tokens = config.width, (config.image_size // config.patch_size) ** 2
@@ -89,14 +89,11 @@ def feature_rounding(
         error = error * block.rotation + computed * share + beside
         norm = norm * block.rotation
 
-        # The W that is multiplied by may be weight_rounding away from M·Rᵀ; the bias is one more
-        # term in each sum.
+        # The bias is one more term in each sum.
         computed, bias = norm + error, math.sqrt(tokens) * block.bias
-        frobenius = block.weight_frobenius + block.weight_rounding
-        largest = largest.or_larger((computed * frobenius + bias) * 2 + 2 * block.weight_largest)
-        share, beside = product_loss(width + 1, numbers, frobenius, dtype)
-        lost = computed * (share + block.weight_rounding) + beside
-        error = error * block.weight + lost + gamma(width + 1, unit) * bias
+        largest = largest.or_larger((computed * block.weight_frobenius + bias) * 2)
+        share, beside = product_loss(width + 1, numbers, block.weight_frobenius, dtype)
+        error = error * block.weight + computed * share + beside + gamma(width + 1, unit) * bias
         norm = norm * block.weight + bias
     # The pooling: a sum of T squares and a root. Squares that underflow leave at most √(2·T·tiny).
     size = norm + error

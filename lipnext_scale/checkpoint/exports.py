@@ -7,6 +7,7 @@ which has the architecture for people and tools.
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,8 +91,9 @@ def load_export(path: Path) -> LipNeXt:
         except RuntimeError as error:
             raise UserError(f"{path}: its architecture cannot be built: {error}") from None
         parameters = stable_parameters(model)
-        if set(parameters) != set(file.keys()):
-            odd = sorted(set(parameters) ^ set(file.keys()))[0]
+        names = {re.sub(r"\.M$", ".W", name) for name in file.keys()}  # noqa: SIM118
+        if set(parameters) != names:
+            odd = sorted(set(parameters) ^ names)[0]
             raise UserError(f"{path}: its tensors do not fit its architecture ({odd})")
         read_export(path, file, {name: StateShard.full(t) for name, t in parameters.items()})
     return model
@@ -100,27 +102,45 @@ def load_export(path: Path) -> LipNeXt:
 @torch.no_grad()
 def read_export(path: Path, file: Any, shards: StateShards) -> None:
     """Read shards by stable name from an opened export: of each tensor only the shard's rows."""
+    names = set(file.keys())
     for name, shard in shards.items():
-        if name not in file.keys():  # noqa: SIM118
+        factor = name.removesuffix("W") + "M"
+        from_factor = name not in names and factor in names  # an older export
+        stored_name = factor if from_factor else name
+        if stored_name not in names:
             raise UserError(f"{path}: has no {name}, which this model has")
-        stored = file.get_slice(name)
+        stored = file.get_slice(stored_name)
         shape = tuple(stored.get_shape())
         if shape != shard.shape:
             raise UserError(f"{path}: {name} has shape {shape}, the architecture has {shard.shape}")
-        rows = slice(shard.offset[0], shard.offset[0] + shard.tensor.shape[0])
-        shard.tensor.copy_(stored[rows])
+        rows = stored[shard.offset[0] : shard.offset[0] + shard.tensor.shape[0]]
+        if from_factor:
+            rows = weight_of(rows, file.get_tensor(name.removesuffix("W") + "R"))
+        shard.tensor.copy_(rows)
+
+
+def weight_of(factor: Tensor, rotation: Tensor) -> Tensor:
+    """W = M·Rᵀ, rounded once."""
+    return (factor.double() @ rotation.double().mT).to(factor.dtype)
 
 
 def load_checkpoint_model(config: LipNeXtConfig, path: Path) -> LipNeXt:
     """The model of a checkpoint with the slow weights: the algorithm's output."""
     verify_checkpoint(path)
     model, stored = empty_model(config), stored_shapes(path)
-    shards = {}
-    for name, tensor in stable_parameters(model).items():
+    parameters, shards, factors = stable_parameters(model), {}, []
+    for name, tensor in parameters.items():
+        held = name
+        if f"model.{name}" not in stored:  # M is learned, and W = M·Rᵀ follows
+            held = name.removesuffix("W") + "M"
+            factors.append((tensor, parameters[name.removesuffix("W") + "R"]))
         # A frozen weight, or a run without Lookahead, has no slow weights.
-        kind = "slow" if f"slow.{name}" in stored else "model"
-        shards[f"{kind}.{name}"] = StateShard.full(tensor)
+        kind = "slow" if f"slow.{held}" in stored else "model"
+        shards[f"{kind}.{held}"] = StateShard.full(tensor)
     load_shards(path, shards)
+    with torch.no_grad():
+        for factor, rotation in factors:
+            factor.copy_(weight_of(factor, rotation))
     return model
 
 

@@ -84,6 +84,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Recipe:
+    MOVED: ClassVar = {"model.parametrisation": "optim.parametrisation"}
     run: RunConfig
     data: DataConfig
     model: LipNeXtConfig = field(default_factory=LipNeXtConfig)

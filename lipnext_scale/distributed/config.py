@@ -1,6 +1,5 @@
 """`parallel.*`: how a model is spread over processes."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,17 +84,17 @@ class ParallelConfig:
 GROUP_BYTES = 256 << 20
 
 
-def choose_group_size(config: LipNeXtConfig, shards: int, whole_matrices: bool) -> int:
+def choose_group_size(config: LipNeXtConfig, shards: int, whole_blocks: bool) -> int:
     """Blocks per group for a model over `shards` ranks; as configured, if it is.
 
-    With whole matrices on every rank (the bank layout) a group's 2g matrices should be a multiple
-    of the ranks, or some have more to do than others. Of such sizes the one nearest to GROUP_BYTES
-    is taken, and among those near it one that divides the depth, so that no small group is left.
+    With whole blocks on every rank (the bank layout) their number should be a multiple of the
+    ranks, or some have more to do than others. Of such sizes the one nearest to GROUP_BYTES is
+    taken, and among those near it one that divides the depth, so that no small group is left.
     """
     if config.blocks_per_bank:
         return config.blocks_per_bank
-    step = shards // math.gcd(2, shards) if whole_matrices else 1
-    if step >= config.depth:  # some ranks will have no matrix of the only group
+    step = shards if whole_blocks else 1
+    if step >= config.depth:  # some ranks will have no block of the only group
         return config.depth
     block_bytes = 2 * config.width**2 * 4
     wanted = max(1, round(GROUP_BYTES / (step * block_bytes))) * step

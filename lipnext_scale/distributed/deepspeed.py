@@ -2,8 +2,8 @@
 
 DeepSpeed reduces gradients, cuts weights and state into flat partitions and gathers weights. All
 else is ours: both optimizers, schedule, accumulation, the gradient's norm and clipping,
-checkpoints. Partitions hold whole matrices, so that the manifold step is local: ZeRO-1 and 2 get
-identities as padding, and ZeRO-3 is refused where it would cut a matrix.
+checkpoints. Partitions hold whole blocks' pairs (R, W), so that the manifold step is local: ZeRO-1
+and 2 get identities as padding, and ZeRO-3 is refused where it would cut a pair.
 
 `_find_partitions`, `_gradients_of` and `publish` use DeepSpeed's internals, of version 0.19.8;
 asserts on sizes check them.
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lipnext_scale.checkpoint import StateShard, StateShards
-from lipnext_scale.distributed.engine import DTYPES, Engine
+from lipnext_scale.distributed.engine import DTYPES, Engine, entry_shards
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.models.lipnext import NamedPart, named_parts
 from lipnext_scale.optim import OptimConfig, Optimizers, split_parameters
@@ -86,22 +86,18 @@ def parameter_slots(sizes: Sequence[int], ranks: int, rank: int) -> tuple[int, l
     return offset, slots
 
 
-def has_whole_matrices(length: int, slots: Sequence[Slot], width: int) -> bool:
-    """Whether a partition is a stack of whole matrices [width, width]."""
+def has_whole_pairs(length: int, slots: Sequence[Slot], width: int) -> bool:
+    """Whether a partition is a stack of whole pairs of matrices [2, width, width]."""
     edges = [length, *(edge for s in slots for edge in (s.start, s.stop, s.offset))]
-    return all(edge % width**2 == 0 for edge in edges)
+    return all(edge % (2 * width**2) == 0 for edge in edges)
 
 
-def padding_matrices(matrices: int, width: int, ranks: int) -> int:
+def padding_pairs(pairs: int, ranks: int) -> int:
     """ZeRO-1 and 2: how many to add to a group so that every partition has whole ones.
 
-    Fewer than two for each rank. For an odd width the number per rank must be even: DeepSpeed
-    would pad to an even count of numbers, and cut all later partitions one number too late.
+    A pair has an even count of numbers, so that DeepSpeed adds no padding of its own.
     """
-    per_rank = -(-matrices // ranks)
-    if width % ALIGNMENT:
-        per_rank += per_rank % ALIGNMENT
-    return per_rank * ranks - matrices
+    return -pairs % ranks
 
 
 # --------------------------------------------------------------------------------------------------
@@ -109,14 +105,14 @@ def padding_matrices(matrices: int, width: int, ranks: int) -> int:
 #
 # DeepSpeed steps one optimizer, the client, whose parameters it replaces by its flat float32
 # partitions. The client steps ManifoldAdam and LookaheadNAdam, whose parameters are views of the
-# partitions, [k, d, d] of those that hold matrices.
+# partitions, [g, 2, d, d] of those that hold matrices.
 
 
 @dataclass(frozen=True)
 class Partition:
     """A flat float32 tensor of this rank, and what of which parameters it holds.
 
-    names: of the parameters by `Slot.index`; "" for padding matrices.
+    names: of the parameters by `Slot.index`; "" for padding.
     width: of the matrices; None if it holds none.
     """
 
@@ -124,7 +120,7 @@ class Partition:
     names: list[str]
     slots: list[Slot]
     width: int | None
-    view: Tensor  # the same numbers as our optimizers see them: [k, width, width] of matrices
+    view: Tensor  # the same numbers as our optimizers see them: [g, 2, width, width] of matrices
 
     @staticmethod
     def of(
@@ -135,8 +131,8 @@ class Partition:
         assert flat.numel() == length, "DeepSpeed cuts its partitions in another way"
         view = flat.detach()
         if width is not None:
-            assert has_whole_matrices(length, slots, width), "a partition cuts through a matrix"
-            view = view.view(-1, width, width)
+            assert has_whole_pairs(length, slots, width), "a partition cuts through a block"
+            view = view.view(-1, 2, width, width)
         return Partition(flat, names, slots, width, view)
 
     def held(self) -> Iterator[tuple[str, Slot]]:
@@ -195,8 +191,13 @@ class ZeroOptimizers(Optimizers):
         state = self._owner(partition).state[partition.view]
         return {k: t for k, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
 
-    def step(self) -> None:
-        self._engine.step()
+    def step(self, scale: Tensor | None = None, usable: Tensor | None = None) -> None:
+        if scale is not None:
+            self._engine.scale_gradients(scale)
+        if usable is None or bool(usable):
+            self._engine.step()
+        else:
+            self._engine.discard_gradients()
 
     def zero_grad(self) -> None:
         pass  # DeepSpeed's step has dropped them
@@ -236,24 +237,21 @@ class DeepSpeedEngine(Engine):
         cuts_parameters = self.config.zero_stage == 3
         model = self.build_on_meta(config, self.processes.world_size if cuts_parameters else 1)
         if cuts_parameters:
-            self._require_whole_matrices(config, model)
-        for group in model.block_groups():
-            group.keep_products = not cuts_parameters
-            if self.config.precision == "bf16":
+            self._require_whole_blocks(config, model)
+        if self.config.precision == "bf16":
+            for group in model.block_groups():
                 group.compute_dtype = torch.bfloat16  # of images; DeepSpeed casts the weights
         return model
 
-    def _require_whole_matrices(self, config: LipNeXtConfig, model: LipNeXt) -> None:
-        ranks, matrices = self.processes.world_size, 2 * config.depth
-        cut = [2 * group.count for group in model.block_groups() if 2 * group.count % ranks]
-        if not cut:
+    def _require_whole_blocks(self, config: LipNeXtConfig, model: LipNeXt) -> None:
+        ranks = self.processes.world_size
+        if not any(group.count % ranks for group in model.block_groups()):
             return
-        would = f"ZeRO-3 on {ranks} processes would cut through matrices"
+        would = f"ZeRO-3 on {ranks} processes would cut through blocks"
         right = "use parallel.zero_stage = 2 or parallel.engine = 'fsdp'"
-        if matrices % ranks:
-            why = f"{would}: 2·depth = {matrices} is no multiple of {ranks}"
-            raise ConfigError("model.depth", config.depth, f"{why}; {right}")
-        why = f"{would}: a bank of {cut[0]} is no multiple of {ranks}; 0 chooses a size that fits"
+        if config.depth % ranks:
+            raise ConfigError("model.depth", config.depth, f"{would}: no multiple of them; {right}")
+        why = f"{would}: no multiple of them; 0 chooses a size that fits"
         raise ConfigError("model.blocks_per_bank", config.blocks_per_bank, f"{why}, or {right}")
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
@@ -350,12 +348,12 @@ class DeepSpeedEngine(Engine):
 
     def _make_padding(self, config: LipNeXtConfig) -> nn.Parameter | None:
         """Identities, which get no gradient and so never change."""
-        count = padding_matrices(2 * config.depth, config.width, self.processes.world_size)
+        count = padding_pairs(config.depth, self.processes.world_size)
         if self.config.zero_stage == 3 or count == 0:
             return None
         dtype = DTYPES[self.config.precision]
         identity = torch.eye(config.width, dtype=dtype, device=self.processes.device)
-        return nn.Parameter(identity.repeat(count, 1, 1))
+        return nn.Parameter(identity.repeat(count, 2, 1, 1))
 
     def _parameter_groups(self) -> list[Parameters]:
         """The banks with their padding, and the rest."""
@@ -447,6 +445,10 @@ class DeepSpeedEngine(Engine):
         if not self.deepspeed.was_step_applied():
             raise FloatingPointError("DeepSpeed made no step: the gradient's norm overflows")
 
+    def scale_gradients(self, factor: Tensor) -> None:
+        for gradient in self._gradients():
+            gradient.mul_(factor.to(gradient))
+
     def discard_gradients(self) -> None:
         """By a step of DeepSpeed's that moves nothing: it knows everywhere they are stored."""
         self.client.idle = True
@@ -532,15 +534,12 @@ class DeepSpeedEngine(Engine):
     def whole_matrices(self, optimizers: Optimizers | None) -> StateShards:
         shards: StateShards = {}
         for partition in self.partitions:
-            for kind, tensor in (
-                tensors_of(partition, optimizers).items() if partition.width else ()
-            ):
-                width = tensor.shape[-1]
-                for name, slot in partition.held():
-                    first, last, at = (n // width**2 for n in (slot.start, slot.stop, slot.offset))
-                    matrices = tensor[at : at + last - first]
-                    for part, matrix in zip(self.parts[name][first:last], matrices, strict=True):
-                        shards[f"{kind}.{part.name}"] = StateShard(matrix, (width, width), (0, 0))
+            matrix = (partition.width or 0) ** 2
+            for name, slot in partition.held() if matrix else ():
+                first, last, at = (n // matrix for n in (slot.start, slot.stop, slot.offset))
+                tensors = tensors_of(partition, optimizers)
+                for place, part in enumerate(self.parts[name][first:last], start=at):
+                    shards |= entry_shards(part, divmod(place, 2), tensors)
         return shards
 
     @torch.no_grad()
@@ -551,6 +550,7 @@ class DeepSpeedEngine(Engine):
                     parts = [shards[f"{kind}.{part.name}"].tensor for part in self.parts[name]]
                     whole = torch.cat([part.flatten() for part in parts])
                     tensor[slot.in_partition] = whole[slot.in_parameter]
+        super().state_loaded(shards, optimizers)
         self.publish()
 
 

@@ -33,7 +33,11 @@ from lipnext_scale.optim import (
 #     buffer.NAME                                  the sum of updates since the last Lookahead step
 #     slow.NAME                                    the slow weights
 #
-# with the stable names of `models.lipnext`. Any other engine can read a checkpoint of these.
+# with the stable names of `models.lipnext`, but blocks.{i}.M in place of blocks.{i}.W where M is
+# learned (`optim.parametrisation: product`): W = M·Rᵀ is written anew. Any engine can read it.
+
+
+FACTOR = "factor"  # M in the state of the product form
 
 
 def local_range(parameter: Tensor) -> tuple[int, int]:
@@ -66,23 +70,36 @@ def training_state(
             for state in states:
                 tensors |= state.get(part.parameter, {})
             shards |= _local_shards(part, tensors)
-        elif name in owned.owned:
-            tensors = {"model": owned.owned[name]}
-            if optimizers is not None:
-                tensors |= owned.state_of(name)
-            shards |= _shards(part, tensors)
+        elif (found := owned.owned_tensors(name, optimizers is not None)) is not None:
+            index, tensors = found
+            shards |= entry_shards(part, index, tensors)
     return shards
 
 
 def _local_shards(part: NamedPart, tensors: Mapping[str, Any]) -> StateShards:
     """This rank's shards of tensors that are laid out as the part's parameter."""
     start, stop = local_range(part.parameter)
-    if part.index is None:
+    if not part.index:
         return _shards(part, tensors, start)
-    if not start <= part.index < stop:
+    entry, *inner = part.index
+    if not start <= entry < stop:
         return {}
-    entry = part.index - start
-    return _shards(part, {k: local_part(t)[entry] for k, t in tensors.items() if _has_entries(t)})
+    return entry_shards(part, (entry - start, *inner), tensors)
+
+
+def entry_shards(
+    part: NamedPart, index: tuple[int, ...], tensors: Mapping[str, Any]
+) -> StateShards:
+    """The part's shards, at `index` of the tensors. In the product form M stands for W."""
+    entries = {
+        kind: local_part(tensor)[index]
+        for kind, tensor in tensors.items()
+        if kind != FACTOR and _has_entries(tensor)
+    }
+    if FACTOR in tensors and index[1] == 1:
+        entries["model"] = tensors[FACTOR][index[0]]
+        part = replace(part, name=part.name.removesuffix("W") + "M")
+    return _shards(part, entries)
 
 
 def _shards(part: NamedPart, tensors: Mapping[str, Any], start: int = 0) -> StateShards:
@@ -202,19 +219,12 @@ class Engine:
         loss.backward()
 
     def gradient_norm(self) -> Tensor:
-        """The global norm, equal on every rank. In float64: a norm of 1e20 is not infinite."""
-        double = torch.float64
-        norms = [torch.linalg.vector_norm(g, dtype=double) for g in self._gradients()]
-        return self._sum_over_shards(torch.stack(norms).square().sum()).sqrt()
+        """The global norm, equal on every rank."""
+        norms = torch.stack(torch._foreach_norm(self._gradients()))
+        return self._sum_over_shards(norms.double().square().sum()).sqrt()
 
     def _sum_over_shards(self, value: Tensor) -> Tensor:
         return value
-
-    def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
-        """Scale all gradients, whose global norm is `norm`, to one of at most `max_norm`."""
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in self._gradients():
-            gradient.mul_(factor.to(gradient))
 
     def _gradients(self) -> list[Tensor]:
         """This rank's shards of the gradients."""
@@ -254,6 +264,8 @@ class Engine:
 
     def state_loaded(self, shards: StateShards, optimizers: Optimizers | None) -> None:
         """Bring the model up to `state_shards` that have been filled."""
+        if optimizers is not None:
+            optimizers.manifold.state_loaded()
 
     def whole_matrices(self, optimizers: Optimizers) -> StateShards:
         """Matrices that this rank holds whole, with their optimizer state. Local."""

@@ -13,7 +13,7 @@ from lipnext_scale.distributed.config import ParallelConfig
 from lipnext_scale.distributed.engine import Engine
 from lipnext_scale.distributed.fsdp import REPLICATE, SHARD, FSDPEngine
 from lipnext_scale.distributed.processes import fake_group
-from lipnext_scale.distributed.rows import SLOTS, assign_owners, make_buckets, row_range
+from lipnext_scale.distributed.rows import SLOTS, place_units, row_range
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import OptimConfig, local_part, split_parameters
 
@@ -55,17 +55,21 @@ def estimate(engine: Engine, model: LipNeXt, optim: OptimConfig) -> RankEstimate
     own, slow = _local_numbers([p for _, p in orthogonal]), bool(optim.lookahead)
     # Moments, and with Lookahead the buffer and the slow weights.
     state, counted = own * (2 + 2 * slow), len(orthogonal) + len(euclidean)
+    in_unit = 2 if optim.parametrisation == "product" else 1
     shards, beside = 1, {}
     if isinstance(engine, FSDPEngine):
         shards = engine.mesh[SHARD].size()
         beside = {"gathered": _gathered_bytes(model, engine), **_fsdp_bytes(model, engine)}
         if engine.config.weight_layout == "row":  # at the owner, with X itself
-            owned, buffers, sent = _row_layout(engine, [p for _, p in orthogonal])
-            state = sum(side**2 for side in owned) * (3 + 2 * slow)
-            counted = len(owned) + len(euclidean)
+            owned, buffers, sent = _row_layout(engine, [p for _, p in orthogonal], in_unit)
+            own = sum(side**2 for side in owned)
+            state = own * (3 + 2 * slow)
+            counted = len(owned) // in_unit + len(euclidean)
             beside |= {"buffers": buffers, "all_to_all": sent}
     elif engine.name == "ddp":
         beside = {"all_reduce": _ddp_bytes(trainable, engine)}
+    if in_unit == 2:  # M
+        state += own // 2
     state += _local_numbers([p for _, p in euclidean]) * (2 + slow)
     return RankEstimate(
         matrices=own / model.config.width**2,
@@ -83,7 +87,7 @@ def _local_numbers(parameters: list[nn.Parameter]) -> int:
 def _gathered_bytes(model: LipNeXt, engine: FSDPEngine) -> int:
     """Whole weights that are there at one time.
 
-    The head and all groups, with their M·Rᵀ; or with `reshard_after_forward` of the groups the one
+    The head and all groups; or with `reshard_after_forward` of the groups the one
     that computes and those gathered ahead of it. FSDP gathers one ahead in the backward pass even
     without prefetch, and computes with a copy even if there is one shard only. Gradients that are
     summed over ranks after the last part are kept whole until then.
@@ -94,9 +98,6 @@ def _gathered_bytes(model: LipNeXt, engine: FSDPEngine) -> int:
     if config.reshard_after_forward:
         groups = sorted(groups)[-1 - max(1, config.prefetch) :]
     gathered = compute * sum(groups) + FP32 * shards * _padded_numbers(model.head, shards)
-    made_again = config.reshard_after_forward or config.recompute_activations or config.compile
-    if model.config.parametrisation == "product" and not made_again:
-        gathered += compute * model.config.bank_parameters // 2
     if config.accumulation > 1 and not config.reduce_every_part:
         gathered += reduce * sum(_padded_numbers(group, 1, True) for group in model.block_groups())
         gathered += FP32 * _padded_numbers(model.head, 1, True)
@@ -143,7 +144,9 @@ def _ddp_bytes(parameters: list[nn.Parameter], engine: Engine) -> int:
     return 2 * (ranks - 1) * width * sum(p.numel() for p in parameters) // ranks
 
 
-def _row_layout(engine: FSDPEngine, parameters: list[nn.Parameter]) -> tuple[list[int], int, int]:
+def _row_layout(
+    engine: FSDPEngine, parameters: list[nn.Parameter], in_unit: int
+) -> tuple[list[int], int, int]:
     """(sides of the matrices that this rank owns, bytes of buffers, bytes sent) in the row layout.
 
     A rank owns some of the matrices and has rows of all. It sends its rows to their owners, and the
@@ -154,10 +157,9 @@ def _row_layout(engine: FSDPEngine, parameters: list[nn.Parameter]) -> tuple[lis
     ranks, rank = mesh.size(), mesh.get_local_rank()
     sides = [parameter.shape[-1] for parameter in parameters]
     rows = [stop - start for start, stop in (row_range(side, ranks, rank) for side in sides)]
-    owners = assign_owners([side**3 for side in sides], ranks)
-    sizes = [FP32 * side**2 for side in sides]
+    owners, buckets = place_units(sides, in_unit, ranks, config.row_bucket_mb << 20)
     leaving, arriving, gradients = [], [], []  # numbers, of each bucket
-    for bucket in make_buckets(owners, sizes, ranks, config.row_bucket_mb << 20):
+    for bucket in buckets:
         owned = [matrix for matrix in bucket if owners[matrix] == rank]
         leaving.append(sum(sides[m] * rows[m] for m in bucket if owners[m] != rank))
         arriving.append(sum(sides[m] * (sides[m] - rows[m]) for m in owned))

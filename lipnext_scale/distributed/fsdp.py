@@ -93,7 +93,6 @@ class FSDPEngine(Engine):
         mesh = self.mesh[SHARD] if self.replicas() == 1 else self.mesh
         reshard, groups = self.config.reshard_after_forward, model.block_groups()
         for group in groups:
-            group.keep_products = not reshard
             fully_shard(
                 group, mesh=mesh, reshard_after_forward=reshard, mp_policy=self._precision()
             )
@@ -154,6 +153,7 @@ class FSDPEngine(Engine):
         return self.row_optimizer
 
     def state_loaded(self, shards: StateShards, optimizers: Optimizers | None) -> None:
+        super().state_loaded(shards, optimizers)
         if self.row_optimizer is not None:
             self.row_optimizer.rows_from_owners()
 
@@ -175,7 +175,7 @@ def initialise_shards(model: LipNeXt, seed: int) -> None:
     for group in model.block_groups():
         if group.layout == "bank":
             start, stop = local_range(group.bank)
-            for index, matrix in zip(range(start, stop), local_part(group.bank), strict=True):
+            for index, matrix in enumerate(local_part(group.bank).flatten(0, 1), start=2 * start):
                 matrix.copy_(group.initial_matrix(index, seed, matrix))
         local_part(group.bias).zero_()
         if group.pos is not None:

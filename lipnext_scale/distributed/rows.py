@@ -67,6 +67,19 @@ def make_buckets(
     return buckets
 
 
+def place_units(
+    sides: Sequence[int], in_unit: int, ranks: int, bucket_bytes: int
+) -> tuple[list[int], list[list[int]]]:
+    """(owners of all matrices, buckets of them), where `in_unit` neighbours stay together."""
+    units = sides[::in_unit]
+    assert len(units) * in_unit == len(sides)
+    owners = assign_owners([side**3 for side in units], ranks)
+    sizes = [4 * in_unit * side**2 for side in units]
+    buckets = make_buckets(owners, sizes, ranks, bucket_bytes)
+    expanded = [[u * in_unit + i for u in bucket for i in range(in_unit)] for bucket in buckets]
+    return [owner for owner in owners for _ in range(in_unit)], expanded
+
+
 # --------------------------------------------------------------------------------------------------
 # Packed, ragged exchanges of rows between the ranks that hold them and the owners of the matrices.
 #
@@ -221,15 +234,15 @@ class RowExchange:
         )
         self._returning.append(bucket)
 
-    def finish_to_shards(self) -> list[int]:
+    def finish_to_shards(self, read_words: bool = True) -> list[int]:
         """The shards of the bucket posted first are filled; returns its matrices that failed.
 
         These are all of the bucket's that a failed owner has, and the same on every rank. The host
-        waits for the device here.
+        waits for the device to read that.
         """
         bucket = self._returning.popleft()
         self._to_shards.finish()
-        words = self._words[:, 0].tolist()
+        words = self._words[:, 0].tolist() if read_words else [0.0] * self._ranks
         return [matrix for matrix in bucket if words[self._owners[matrix]]]
 
     def _rows_here(self, bucket: list[int], shards: Mapping[int, Tensor]) -> list[Parcel]:
@@ -266,6 +279,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 #
 # Every matrix has one owner, which holds X in float32 and the state (m, v, B, Xslow) and does the
 # step; the parameters of the model hold rows of X. Owners are balanced by d³, the work of a step.
+# In the product form R and W of a block, which follow each other, have one owner: a unit.
 # A step goes through the matrices in buckets, in which every owner has a part:
 #
 #     post gradients(0)
@@ -313,34 +327,40 @@ class RowManifoldAdam:
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
+        self._in_unit = 2 if manifold_adam_arguments.get("parametrisation") == "product" else 1
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         sides = [parameter.shape[-1] for parameter in self._parameters]
         for name, parameter, side in zip(self.names, self._parameters, sides, strict=True):
             start, stop = row_range(side, ranks, rank)
             rows = tuple(local_part(parameter).shape)
             assert rows == (stop - start, side), f"{name}: {rows} are not rows {start} to {stop}"
-        owners = assign_owners([side**3 for side in sides], ranks)
-        self._buckets = make_buckets(owners, [4 * side**2 for side in sides], ranks, bucket_bytes)
+        owners, self._buckets = place_units(sides, self._in_unit, ranks, bucket_bytes)
         like = local_part(self._parameters[0])
+        # The whole matrices of this rank, by unit: X, or Xslow inside `slow_weights()`.
         self._own = {
-            index: nn.Parameter(like.new_empty(sides[index], sides[index]))
-            for index, owner in enumerate(owners)
-            if owner == rank
+            first // self._in_unit: nn.Parameter(
+                like.new_empty(self._in_unit, sides[first], sides[first])
+            )
+            for first in range(0, len(sides), self._in_unit)
+            if owners[first] == rank
         }
-        # The whole matrices of this rank: X, or Xslow inside `slow_weights()`.
-        self.owned = {self.names[index]: x for index, x in self._own.items()}
-        for name, x in self.owned.items():
-            initial(name, x.detach())
+        for matrix, name in enumerate(self.names):
+            if self._owns(matrix):
+                initial(name, self._whole(matrix))
+        named = [(self.names[unit * self._in_unit], x) for unit, x in self._own.items()]
         # A group of its own: torch refuses an empty list, and a rank may own nothing.
-        self._inner = ManifoldAdam([{"params": [*self.owned.items()]}], **manifold_adam_arguments)
+        self._inner = ManifoldAdam([{"params": named}], **manifold_adam_arguments)
         self.param_groups = self._inner.param_groups
         self._exchange = RowExchange(sides, owners, group, like, return_dtype or like.dtype)
         self._gradients = like.new_empty(self._largest_part())
         self.rows_from_owners()
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Move every matrix that has a gradient: on all ranks the same ones."""
+    def step(self, scale: Tensor | None = None, usable: Tensor | None = None) -> None:
+        """Move every matrix that has a gradient: on all ranks the same ones.
+
+        scale, usable: as ManifoldAdam's. With the latter the host waits for nothing.
+        """
         moving = [[m for m in b if self._parameters[m].grad is not None] for b in self._buckets]
         buckets = [bucket for bucket in moving if bucket]
         if not buckets:
@@ -351,11 +371,11 @@ class RowManifoldAdam:
             if index + 1 < len(buckets):
                 self._post_gradients(buckets[index + 1])
             self._exchange.finish_to_owners()
-            sound = bool(failed) or self._move(bucket)
+            sound = bool(failed) or self._move(bucket, scale, usable)
             self._post_rows(bucket, failed=not sound)
             if index > 0:
-                failed += self._exchange.finish_to_shards()
-        failed += self._exchange.finish_to_shards()
+                failed += self._exchange.finish_to_shards(usable is None)
+        failed += self._exchange.finish_to_shards(usable is None)
         if failed:
             names = ", ".join(self.names[matrix] for matrix in failed)
             which = names if len(failed) == 1 else f"one of {names}"
@@ -394,13 +414,32 @@ class RowManifoldAdam:
         """Create the state of all matrices owned here: something to load a checkpoint into."""
         self._inner.initialise_state()
 
+    def state_loaded(self) -> None:
+        self._inner.state_loaded()
+
     def set_step(self, step: int) -> None:
         """How many steps the state has seen, after it was loaded from a checkpoint."""
         self._inner.set_step(step)
 
-    def state_of(self, name: str) -> dict[str, Any]:
-        """ManifoldAdam's state of a matrix owned here; empty before its first step."""
-        return self._inner.state[self.owned[name]]
+    def owned_tensors(
+        self, name: str, with_state: bool
+    ) -> tuple[tuple[int, int], dict[str, Any]] | None:
+        """(place of a matrix, its unit's tensors by kind [1, n, d, d]); None if not owned here."""
+        matrix = self.names.index(name)
+        if not self._owns(matrix):
+            return None
+        x = self._own[matrix // self._in_unit]
+        tensors = {"model": x.detach(), **(self._inner.state[x] if with_state else {})}
+        of_units = {k: t[None] for k, t in tensors.items() if k != "factor" and t.dim()}
+        if "factor" in tensors:
+            of_units["factor"] = tensors["factor"]
+        return (0, matrix % self._in_unit), of_units
+
+    def _owns(self, matrix: int) -> bool:
+        return matrix // self._in_unit in self._own
+
+    def _whole(self, matrix: int) -> Tensor:
+        return self._own[matrix // self._in_unit].detach()[matrix % self._in_unit]
 
     def _post_gradients(self, bucket: list[int]) -> None:
         gradients = {}
@@ -410,45 +449,53 @@ class RowManifoldAdam:
             gradients[matrix] = local_part(gradient)
         self._exchange.post_to_owners(bucket, gradients, self._whole_gradients(bucket))
 
-    def _move(self, bucket: list[int]) -> bool:
+    def _move(self, bucket: list[int], scale: Tensor | None, usable: Tensor | None) -> bool:
         """The step of this rank's matrices of a bucket; False if their update is not finite."""
-        gradients = self._whole_gradients(bucket)
-        for matrix, gradient in gradients.items():
-            self._own[matrix].grad = gradient
+        units = self._unit_gradients(bucket)
+        for unit, gradient in units.items():
+            self._own[unit].grad = gradient
         try:
-            self._inner.step()
+            self._inner.step(scale=scale, usable=usable)
         except FloatingPointError:
             return False
         finally:
-            for matrix in gradients:
-                self._own[matrix].grad = None
+            for unit in units:
+                self._own[unit].grad = None
         return True
 
     def _post_rows(self, bucket: list[int], failed: bool = False) -> None:
         shards = {matrix: local_part(self._parameters[matrix]) for matrix in bucket}
-        wholes = {matrix: self._own[matrix].detach() for matrix in self._part(bucket)}
+        wholes = {matrix: self._whole(matrix) for matrix in bucket if self._owns(matrix)}
         self._exchange.post_to_shards(bucket, wholes, shards, failed)
 
-    def _part(self, bucket: list[int]) -> list[int]:
-        """The matrices of a bucket that this rank owns."""
-        return [matrix for matrix in bucket if matrix in self._own]
+    def _units(self, bucket: list[int]) -> list[int]:
+        """The units of a bucket that this rank owns."""
+        units = dict.fromkeys(matrix // self._in_unit for matrix in bucket)
+        return [unit for unit in units if unit in self._own]
 
-    def _whole_gradients(self, bucket: list[int]) -> dict[int, Tensor]:
+    def _unit_gradients(self, bucket: list[int]) -> dict[int, Tensor]:
         """Where the gradients of this rank's part of a bucket are put together.
 
         One memory for all buckets: a bucket's gradients have been used when the next are unpacked.
         """
         views, start = {}, 0
-        for matrix in self._part(bucket):
-            x = self._own[matrix]
-            views[matrix] = self._gradients[start : start + x.numel()].view(x.shape)
+        for unit in self._units(bucket):
+            x = self._own[unit]
+            views[unit] = self._gradients[start : start + x.numel()].view(x.shape)
             start += _aligned(x.numel())
         return views
 
+    def _whole_gradients(self, bucket: list[int]) -> dict[int, Tensor]:
+        return {
+            unit * self._in_unit + place: gradient
+            for unit, gradients in self._unit_gradients(bucket).items()
+            for place, gradient in enumerate(gradients)
+        }
+
     def _largest_part(self) -> int:
         """The most numbers that this rank's part of a bucket takes."""
-        parts = [self._part(bucket) for bucket in self._buckets]
-        return max(sum(_aligned(self._own[matrix].numel()) for matrix in part) for part in parts)
+        parts = [self._units(bucket) for bucket in self._buckets]
+        return max(sum(_aligned(self._own[unit].numel()) for unit in part) for part in parts)
 
 
 def _aligned(numbers: int) -> int:

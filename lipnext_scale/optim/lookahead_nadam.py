@@ -81,7 +81,13 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
             group.setdefault("lookahead", lookahead)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        scale: Tensor | None = None,
+        usable: Tensor | None = None,
+    ) -> float | None:
+        """scale: of all gradients, for clipping. usable: false moves nothing; it is not read."""
         self.require_fast_weights("step()")
         loss = None
         if closure is not None:
@@ -94,6 +100,10 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
             if parameter.grad is not None and group["lookahead"]
         ]
         starts = {p: p.detach().clone() for p, _ in moving if "slow" not in self.state.get(p, {})}
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None and scale is not None:
+                local_part(parameter.grad).mul_(scale)
+        before = None if usable is None else self._copies()
         torch.optim.NAdam.step(self)
         for parameter, lookahead in moving:
             state = self.state[parameter]
@@ -102,7 +112,22 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
             if int(state["step"]) % lookahead == 0:
                 fast, slow = local_part(parameter), local_part(state["slow"])
                 fast.copy_(slow.lerp_(fast, 0.5))
+        if usable is not None and before is not None:
+            for tensor, old in before:
+                torch.where(usable, tensor, old, out=tensor)
         return loss
+
+    def _copies(self) -> list[tuple[Tensor, Tensor]]:
+        """(tensor, copy) of weights and state: what a step that is not usable returns to.
+
+        They are small, and the host need not know whether it was one. Its counters do move on.
+        """
+        self.initialise_state()
+        tensors = []
+        for parameter, state in self.state.items():
+            kept = [parameter, *(state[k] for k in ("exp_avg", "exp_avg_sq", "slow") if k in state)]
+            tensors += [local_part(tensor) for tensor in kept]
+        return [(tensor, tensor.clone()) for tensor in tensors]
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
         """Give torch's NAdam this rank's local tensors, which it updates element by element.

@@ -19,7 +19,7 @@ M, moves these two, and writes W.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -223,9 +223,7 @@ class ManifoldAdam(SlowWeights):
 
     # In float32, in phases
 
-    def _step_in_phases(
-        self, moving: list[tuple[dict[str, Any], Tensor]], scale: float
-    ) -> None:
+    def _step_in_phases(self, moving: list[tuple[dict[str, Any], Tensor]], scale: float) -> None:
         moves = []
         for group, parameter in moving:
             state = self._counted(group, parameter)
@@ -436,9 +434,7 @@ def as_pairs(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def learned_stacks(
-    group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
-) -> list[Stack]:
+def learned_stacks(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> list[Stack]:
     """All matrices of the parameter as one stack; in the product form every R, and every M."""
     kinds = ("exp_avg", "exp_avg_sq", "buffer", "slow")
     tensors = [parameter, parameter.grad, *(state.get(kind) for kind in kinds)]
@@ -512,8 +508,11 @@ def _check_hyperparameters(group: dict[str, Any]) -> None:
         "second_moment_init": (group["second_moment_init"] in ("paper", "zero"), "paper or zero"),
         "exp_rule": (group["exp_rule"] in RULES, f"must be one of {', '.join(RULES)}"),
         "exp_tolerance": (tolerance is None or tolerance > 0, "must be positive, or None"),
-        "parametrisation": (group["parametrisation"] in ("merged", "product"), "merged or product"),
-        "products": (group["products"] in ("auto", "fp32", "tensor_core"), "auto, fp32, tensor_core"),
+        "parametrisation": (
+            group["parametrisation"] in get_args(Parametrisation),
+            "must be merged or product",
+        ),
+        "products": (group["products"] in get_args(Products), "must be auto, fp32 or tensor_core"),
     }
     for key, (right, rule) in allowed.items():
         if not right:

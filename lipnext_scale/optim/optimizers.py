@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lipnext_scale.models import BlockGroup
 from lipnext_scale.optim.lookahead_nadam import LookaheadNAdam
 from lipnext_scale.optim.manifold_adam import ManifoldAdam
-from lipnext_scale.utils.config import ConfigError
+from lipnext_scale.utils.config import ConfigError, changeable
 
 # --------------------------------------------------------------------------------------------------
 # The learning rate as a pure function of the step.
@@ -41,7 +41,12 @@ class OptimConfig:
     eps: float = 1e-8
     lookahead: int = 6
     second_moment_init: Literal["paper", "zero"] = "zero"
-    exp_rule: Literal["paper", "bounded"] = "paper"
+    # fp32 products: orders of the exponential by the paper's thresholds, or by a proven bound.
+    exp_rule: Literal["paper", "bounded"] = "bounded"
+    # What is learned of a block's (R, W): R and M with W = M·Rᵀ as in the paper, or R and W.
+    parametrisation: Literal["product", "merged"] = "product"
+    # Products of the manifold step. tensor_core: bf16 operands; auto: on CUDA.
+    products: Literal["auto", "fp32", "tensor_core"] = changeable("auto")
     # Steps between polar retractions beside the one at each epoch's end; 0: none.
     retract_every: int = 0
     clip_norm: float = 3.0
@@ -77,7 +82,7 @@ class ManifoldOptimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def step(self) -> Any: ...
+    def step(self, *, scale: Tensor | None = None, usable: Tensor | None = None) -> Any: ...
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
@@ -86,6 +91,8 @@ class ManifoldOptimizer(Protocol):
     def slow_weights(self) -> AbstractContextManager[None]: ...
 
     def initialise_state(self) -> None: ...
+
+    def state_loaded(self) -> None: ...
 
     def set_step(self, step: int) -> None: ...
 
@@ -114,6 +121,8 @@ class Optimizers:
             second_moment_init=config.second_moment_init,
             exp_rule=config.exp_rule,
             retract_every=config.retract_every,
+            parametrisation=config.parametrisation,
+            products=config.products,
         )
         self.euclidean = LookaheadNAdam(
             euclidean,
@@ -135,9 +144,10 @@ class Optimizers:
                 )
         return float(self.manifold.param_groups[0]["lr"])
 
-    def step(self) -> None:
-        self.manifold.step()
-        self.euclidean.step()
+    def step(self, scale: Tensor | None = None, usable: Tensor | None = None) -> None:
+        """scale: of all gradients. usable: false moves nothing, without the host's knowledge."""
+        self.manifold.step(scale=scale, usable=usable)
+        self.euclidean.step(scale=scale, usable=usable)
 
     def zero_grad(self) -> None:
         self.manifold.zero_grad(set_to_none=True)
@@ -175,10 +185,15 @@ class Optimizers:
         return {"mu_product": products.pop()} if products else {}
 
     def set_counters(self, step: int, counters: dict[str, float]) -> None:
+        self.set_step(step)
+        for state in self.euclidean.state.values():
+            state["mu_product"].fill_(counters["mu_product"])
+
+    def set_step(self, step: int) -> None:
+        """How many updates both have made."""
         self.manifold.set_step(step)
         for state in self.euclidean.state.values():
             state["step"].fill_(step)
-            state["mu_product"].fill_(counters["mu_product"])
 
 
 NamedTensors = Sequence[tuple[str, Tensor]]

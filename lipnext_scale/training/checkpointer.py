@@ -146,7 +146,7 @@ def start_from_export(path: Path, engine: Engine) -> None:
                 )
             read_export(path, file, named)
         for name, shard in named.items():
-            if name.endswith((".R", ".M", ".W")) and shard.tensor.shape == shard.shape:
+            if name.endswith((".R", ".W")) and shard.tensor.shape == shard.shape:
                 try:
                     require_orthogonal(f"{path}: {name}", shard.tensor)
                 except ValueError as error:

@@ -71,6 +71,8 @@ class Trainer:
             self.non_finite,
         )
         self.stop_signal: Signals | None = None
+        # [request, usable] of steps on a GPU that the host has not read yet: it would wait.
+        self._unread: list[Tensor] = []
         self.step = self._resume()
         self.observer = Observer(
             recipe,
@@ -189,7 +191,7 @@ class Trainer:
         others = self.engine.parameter_count() - model.bank_parameters
         places = f"{count} × {self.processes.device.type}" if count > 1 else self.processes.device
         return (
-            f"LipNeXt L{model.depth}W{model.width} ({model.parametrisation}): "
+            f"LipNeXt L{model.depth}W{model.width} ({self.recipe.optim.parametrisation}): "
             f"{model.bank_parameters:,} orthogonal and {others:,} other parameters on "
             f"{places} ({self.engine.describe()}), {self.total_steps} steps, "
             f"into {self.recipe.run.dir}"
@@ -199,6 +201,8 @@ class Trainer:
         for batch in self.loader:
             with self.observer.step(self.step + 1):
                 values = self.train_step(batch)
+            if batch.last_of_epoch or self._is_read_after(self.step):
+                self._read_steps()
             self._after_step(values)
             if batch.last_of_epoch and self._evaluation_is_due(batch.epoch):
                 self.observer.evaluate(self.step)
@@ -246,19 +250,25 @@ class Trainer:
         )
         epsilon = training_radius(self.recipe.loss, self.step / steps, optim.epochs)
         images = to_unit_range(batch.images, self.processes.device)
-        labels = batch.labels.to(self.processes.device)
+        labels = batch.labels.to(self.processes.device, non_blocking=True)
 
         self.optimizers.zero_grad()
         loss, accuracy = self._gradients(images, labels, epsilon)
         self.observer.gradients_made()
         norm = self.engine.gradient_norm()
-        loss, accuracy = self._over_all_ranks(loss, accuracy)
-        finite = self._is_finite(loss, norm)
-        if finite:
-            self.engine.clip_gradients(optim.clip_norm, norm)
-            self._update()
+        loss, accuracy, request = self._over_all_ranks(loss, accuracy)
+        clip = (optim.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        if self.processes.device.type == "cpu":
+            self._note_signal(int(request))
+            updated = self._is_finite(loss, norm)
+            if updated:
+                self._update(clip)
+        else:  # the host does not wait for the device
+            usable, updated = torch.isfinite(loss + norm), True
+            self._unread.append(torch.stack([request, usable.to(request)]))
+            self._update(clip, usable)
         self.step += 1
-        self.observer.weights_moved(self.non_finite.updates(self.step) if finite else 0)
+        self.observer.weights_moved(self.non_finite.updates(self.step) if updated else 0)
         if batch.last_of_epoch:
             self.optimizers.retract()
         return {
@@ -281,17 +291,36 @@ class Trainer:
             hits.append((logits.detach().argmax(1) == y).float().mean())
         return torch.stack(losses).mean(), torch.stack(hits).mean()
 
-    def _over_all_ranks(self, loss: Tensor, accuracy: Tensor) -> tuple[Tensor, Tensor]:
+    def _over_all_ranks(self, loss: Tensor, accuracy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Their means over ranks, and the signal that any rank got: all act on it alike."""
         request = torch.full_like(loss, self.request.signal or 0)
         gathered = self.processes.gather(torch.stack([loss, accuracy, request]))
-        number = int(gathered[:, 2].max())
-        self.stop_signal = Signals(number) if number else None
-        return gathered[:, 0].mean(), gathered[:, 1].mean()
+        return gathered[:, 0].mean(), gathered[:, 1].mean(), gathered[:, 2].max()
 
-    def _update(self) -> None:
+    def _note_signal(self, number: int) -> None:
+        self.stop_signal = Signals(number) if number else None
+
+    def _is_read_after(self, step: int) -> bool:
+        """Whether the host needs to know after this step what happened on the device."""
+        every = self.recipe.run.checkpoint_every
+        return self.observer.prints_after(step) or bool(every and step % every == 0)
+
+    def _read_steps(self) -> None:
+        """Signals and skipped updates of the steps since the last call, in one transfer."""
+        if not self._unread:
+            return
+        rows = torch.stack(self._unread).tolist()
+        self._unread.clear()
+        self._note_signal(int(max(request for request, _ in rows)))
+        for step, (_, usable) in enumerate(rows, start=self.step - len(rows) + 1):
+            if not usable:
+                line = self.non_finite.skip(step, "the loss or a gradient is not finite")
+                self.observer.say(line)
+        self.optimizers.set_step(self.non_finite.updates(self.step))
+
+    def _update(self, clip: Tensor, usable: Tensor | None = None) -> None:
         try:
-            self.optimizers.step()
+            self.optimizers.step(clip, usable)
         except FloatingPointError as error:
             raise RunFailed(
                 f"step {self.step + 1}: {error}; lower optim.lr; the last checkpoint is intact"

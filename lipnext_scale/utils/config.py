@@ -199,6 +199,7 @@ def from_dict(cls: type[T], values: Any, section: str = "") -> T:
     assert dataclasses.is_dataclass(cls)
     if not isinstance(values, dict):
         raise ConfigError(section or "configuration", values, "must be a mapping of keys to values")
+    values = _moved(values, getattr(cls, "MOVED", {}))
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     # Retired settings in files of older runs: taken with the only value left, or (...) with any.
     retired = getattr(cls, "RETIRED", {})
@@ -220,6 +221,17 @@ def from_dict(cls: type[T], values: Any, section: str = "") -> T:
         return cls(**arguments)
     except ConfigError as error:
         raise error.under(section) from None
+
+
+def _moved(values: dict[str, Any], moved: Mapping[str, str]) -> dict[str, Any]:
+    """Settings that files of older runs have in another section: `section.key` → its new place."""
+    for old, new in moved.items():
+        (there, key), (section, name) = old.split("."), new.split(".")
+        old_section, new_section = values.get(there), values.get(section) or {}
+        if isinstance(old_section, dict) and key in old_section and isinstance(new_section, dict):
+            rest = {k: v for k, v in old_section.items() if k != key}
+            values = {**values, there: rest, section: {name: old_section[key], **new_section}}
+    return values
 
 
 def _convert(value: Any, hint: Any, key: str) -> Any:
