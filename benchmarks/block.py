@@ -40,10 +40,8 @@ def bare_products(width: int) -> Callable[[], object]:
     return run
 
 
-def blocks(
-    width: int, parametrisation: str, forward: Callable[..., Tensor]
-) -> Callable[[], object]:
-    spec = BlockSpec(width // 16, "circular", "beta_abs", 0.75, parametrisation)
+def blocks(width: int, forward: Callable[..., Tensor]) -> Callable[[], object]:
+    spec = BlockSpec(width // 16, "circular", "beta_abs", 0.75)
     group = BlockGroup(0, BLOCKS, width, (SIDE, SIDE), spec, has_pos=True)
     group.reset_parameters(0)
     x = torch.randn(BATCH, SIDE, SIDE, width, requires_grad=True)
@@ -67,10 +65,8 @@ def main() -> None:
     for width in (128, 512):
         runs = {
             BARE: bare_products(width),
-            "merged": blocks(width, "merged", fused_group),
-            "merged, plain": blocks(width, "merged", group_reference),
-            "product": blocks(width, "product", fused_group),
-            "product, plain": blocks(width, "product", group_reference),
+            "fused": blocks(width, fused_group),
+            "plain": blocks(width, group_reference),
         }
         seconds = interleaved(runs, arguments.rounds)
         print(f"width {width}")

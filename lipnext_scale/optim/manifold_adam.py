@@ -352,7 +352,8 @@ class ManifoldAdam(SlowWeights):
                 self._retract(group, parameter)
 
     def _retract(self, group: dict[str, Any], parameter: Tensor) -> None:
-        state = self._state(group, parameter)
+        is_product = group["parametrisation"] == "product"
+        state = self._state(group, parameter) if is_product else self.state.get(parameter, {})
         for stack in learned_stacks(group, parameter, state):
             for part in chunks(stack.point):
                 stack.point[part] = manifold.polar_retract(stack.point[part])

@@ -16,12 +16,11 @@ def tight_model(seed: int = 0, image_size: int = 4, num_classes: int = 2) -> Lip
     The gradient of a margin then has the length ‖w_i - w_j‖ almost everywhere, and near a boundary
     the certified radius is the distance to it.
     """
-    config = LipNeXtConfig(3, 16, image_size, 4, 1, num_classes, parametrisation="merged")
+    config = LipNeXtConfig(3, 16, image_size, 4, 1, num_classes)
     model = LipNeXt(config, seed=seed).double()
     generator = torch.Generator().manual_seed(seed)
-    bank = model.groups[0].bank
     with torch.no_grad():
-        for matrix in bank:
+        for matrix in model.groups[0].bank.flatten(0, 1):
             matrix.copy_(random_orthogonal(16, generator, torch.float64))
     return model
 
@@ -46,7 +45,7 @@ def stretch_one_direction(model: LipNeXt, image: Tensor) -> None:
     (gradient,) = torch.autograd.grad(logits[0] - logits[1], group.bias)
     direction = gradient[1] / gradient[1].norm()
     with torch.no_grad():
-        weight = group.bank[3]
+        weight = group.bank[1, 1]
         weight += (STRETCH - 1) * torch.outer(direction, weight.mT @ direction)
     bring_close(model, image)
 

@@ -29,15 +29,12 @@ def root(values: np.ndarray) -> np.ndarray:
 
 
 def exact_features(model: LipNeXt, images: torch.Tensor, number=extended) -> np.ndarray:
-    """The features [N, C] of images [N, channels, side, side] in [0, 1], W being M·Rᵀ itself."""
+    """The features [N, C] of images [N, channels, side, side] in [0, 1]."""
     config = model.config
     x = _tokens(number(images) - number(torch.tensor(0.5)), config)
     for group in model.block_groups():
-        matrices = group.orthogonal_weights()
         for index in range(group.count):
-            rotation, weight = number(matrices[2 * index]), number(matrices[2 * index + 1])
-            if config.parametrisation == "product":
-                weight = weight @ rotation.T
+            rotation, weight = (number(matrix) for matrix in group.bank[index])
             if group.pos is not None:
                 x = x + number(group.pos[index])
             x = _shift(x @ rotation.T, config)

@@ -32,7 +32,7 @@ REFERENCE = 2.0**-11
 
 MATRICES = ["orthogonal", "rank one", "constant", "badly scaled", "gaussian", "huge", "tiny"]
 MATRICES += ["null space", "steep"]
-# aligned: see `align`. cancelling: M is steep, and with R a null space little is left in M·Rᵀ.
+# aligned: see `align`. cancelling: W is steep, and of what a null space R makes it leaves little.
 KINDS = [*MATRICES[:7], "aligned", "cancelling", "mixed"]
 
 
@@ -56,9 +56,9 @@ def draw_matrix(kind: str, width: int, rng: random.Random, generator: torch.Gene
             return 10.0 ** rng.uniform(1, 12) * orthogonal
         case "tiny":  # down to numbers below the smallest normal one of float32
             return 10.0 ** -rng.uniform(1, 40) * orthogonal
-        case "null space":  # R·1 = 0 but for rounding
+        case "null space":  # 1ᵀ·R = 0 but for rounding
             ones = torch.full((width,), 1 / math.sqrt(width), dtype=torch.float64)
-            return orthogonal - torch.outer(orthogonal @ ones, ones)
+            return orthogonal - torch.outer(ones, ones @ orthogonal)
         case "steep":
             return orthogonal + 1e6 * normal(width, 1)
     return orthogonal
@@ -97,13 +97,12 @@ def draw(seed: int) -> Case:
         positional_embedding=rng.random() < 0.7,
         activation=rng.choice(["beta_abs", "beta_abs", "minmax"]),
         beta=rng.choice([0, 0.5, 0.75, 1]),
-        parametrisation=rng.choice(["product", "merged"]),
         blocks_per_bank=rng.choice([0, 1]),
     )
     model = LipNeXt(config, seed).to(dtype)
     with torch.no_grad():
         for group in model.block_groups():
-            for index, matrix in enumerate(group.bank):
+            for index, matrix in enumerate(group.bank.flatten(0, 1)):
                 cancelling = MATRICES[7 + index % 2]
                 others = {"aligned": "constant", "cancelling": cancelling}
                 others["mixed"] = rng.choice(MATRICES)

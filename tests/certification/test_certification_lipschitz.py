@@ -65,19 +65,17 @@ def test_gram_iteration_bounds_any_matrix_from_above(rows: int, seed: int, scale
     assert true * (1 - 1e-14) <= bound <= torch.linalg.matrix_norm(matrix).item() * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("parametrisation", ["product", "merged"])
-def test_the_network_bound_is_the_product_over_its_layers(parametrisation: str) -> None:
-    """1.1 and 1.2 in different blocks multiply; a factor in R counts twice where W = M·Rᵀ."""
-    config = LipNeXtConfig(3, 16, 8, 2, 1, 10, parametrisation=parametrisation, blocks_per_bank=2)
-    model = LipNeXt(config, seed=0)
+def test_the_network_bound_is_the_product_over_its_layers() -> None:
+    """1.1 and 1.2 in different blocks multiply, and so does 1.3 in R."""
+    model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 1, 10, blocks_per_bank=2), seed=0)
     assert 1 <= lipschitz_bound(model) < 1 + 1e-5
     with torch.no_grad():
-        model.groups[0].bank[1] *= 1.1  # M or W of the first block
-        model.groups[1].bank[1] *= 1.2  # of the last one
+        model.groups[0].bank[0, 1] *= 1.1  # W of the first block
+        model.groups[1].bank[0, 1] *= 1.2  # of the last one
     assert 1.32 * (1 - 1e-6) <= lipschitz_bound(model) <= 1.32 * 1.005
     with torch.no_grad():
-        model.groups[0].bank[0] *= 1.3  # R of the first
-    expected = 1.32 * (1.69 if parametrisation == "product" else 1.3)
+        model.groups[0].bank[0, 0] *= 1.3  # R of the first
+    expected = 1.32 * 1.3
     assert expected * (1 - 1e-6) <= lipschitz_bound(model) <= expected * 1.01
 
 
@@ -109,12 +107,12 @@ def test_the_bound_holds_in_exact_arithmetic(dimension: int, seed: int, noise: f
 
 
 def test_norms_that_overflow_and_weights_that_are_not_finite_are_refused() -> None:
-    model = LipNeXt(LipNeXtConfig(2, 16, 8, 2, 1, 10, parametrisation="merged"), seed=0).double()
+    model = LipNeXt(LipNeXtConfig(2, 16, 8, 2, 1, 10), seed=0).double()
     with torch.no_grad():
         model.groups[0].bank *= 1e155
     with pytest.raises(UserError, match="overflows"):
         lipschitz_bound(model)
     with torch.no_grad():
-        model.groups[0].bank[1, 2, 3] = float("nan")
+        model.groups[0].bank[1, 0, 2, 3] = float("nan")
     with pytest.raises(UserError, match=r"groups\.0\.bank"):
         lipschitz_bound(model)

@@ -100,7 +100,7 @@ CHANGES: dict[str, Callable[[LipNeXt], object]] = {
     "negated": lambda model: model.head.weight.data[0].neg_(),
     "swapped": lambda model: model.head.weight.data.copy_(model.head.weight.data.flip(0)),
     "another function": lambda model: setattr(
-        model.groups[0], "spec", replace(model.groups[0].spec, parametrisation="merged")
+        model.groups[0], "spec", replace(model.groups[0].spec)
     ),
 }
 

@@ -44,7 +44,7 @@ SETTINGS = [
     "data.test=builtin:digits/train-*.tar.gz",
     "data.batch_size=72",
     "data.augment.crop_padding=1",
-    "model.depth=3",
+    "model.depth=4",
     "model.width=18",
     "model.image_size=8",
     "model.patch_size=2",
@@ -195,9 +195,10 @@ def of_all_ranks(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def held_shards(trainer: Trainer, weights_only: bool = False) -> StateShards:
-    """A copy of what this rank holds. The weights alone leave the optimizers as they are."""
-    optimizers = None if weights_only else trainer.optimizers
-    shards = trainer.engine.state_shards(optimizers)
+    """A copy of what this rank holds: all weights, W too where M is learned, and the state."""
+    shards = trainer.engine.state_shards(None)
+    if not weights_only:
+        shards = shards | trainer.engine.state_shards(trainer.optimizers)
     return {name: replace(p, tensor=p.tensor.detach().clone()) for name, p in shards.items()}
 
 
@@ -236,8 +237,10 @@ def require_rows_of_owners(trainer: Trainer) -> None:
         if ".matrices." in name:
             assert isinstance(parameter, DTensor)
             whole = parameter.full_tensor()  # all ranks together
-            if name in owned.owned:
-                assert torch.equal(whole, owned.owned[name].to(dtype).to(whole.dtype)), name
+            if (found := owned.owned_tensors(name, with_state=False)) is not None:
+                index, tensors = found
+                own = tensors["model"][index]
+                assert torch.equal(whole, own.to(dtype).to(whole.dtype)), name
 
 
 def relative_errors(ours: Outcome, reference: Outcome) -> dict[str, float]:
@@ -352,7 +355,7 @@ def steps_taken(trainer: Trainer) -> set[int]:
     if owned is None:
         states += trainer.optimizers.manifold.state.values()  # type: ignore[attr-defined]
     else:
-        states += [owned.state_of(name) for name in owned.owned]
+        states += owned._inner.state.values()
     return {int(state["step"]) for state in states}
 
 

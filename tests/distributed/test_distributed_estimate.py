@@ -137,7 +137,7 @@ def test_gathered_weights_are_as_estimated(tmp_path: Path) -> None:
     wide = [FSDP, KEEP, "model.width=192"]
     cases = [
         [*wide, "model.depth=7", "model.blocks_per_bank=3"],
-        [*wide, "model.parametrisation=merged"],
+        [*wide, "optim.parametrisation=merged"],
         [*wide, BF16, "parallel.recompute_activations=true"],
         [*wide, BF16, ROW],
     ]

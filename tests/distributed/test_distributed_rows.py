@@ -259,14 +259,21 @@ def give_whole(parameters: list[nn.Parameter], wholes: list[Tensor]) -> None:
 
 
 def train_rows(rank: int, ranks: int, return_dtype: torch.dtype) -> dict[str, tuple]:
-    """case → (rows after every step, the state and the X of what is owned)."""
+    """case → (rows after every step, X and its state of what is owned)."""
     results = {}
     for case, (sides, bucket_bytes) in CASES.items():
         options = {**OPTIONS, "bucket_bytes": bucket_bytes, "return_dtype": return_dtype}
         parameters, optimizer = build(sides, **options)
         path = train(sides, parameters, optimizer, give)
-        states = {name: optimizer.state_of(name) for name in optimizer.owned}
-        results[case] = path, states, {name: x.detach() for name, x in optimizer.owned.items()}
+        owned = {name: optimizer.owned_tensors(name, with_state=True) for name in optimizer.names}
+        results[case] = (
+            path,
+            {
+                name: {kind: tensor[found[0]] for kind, tensor in found[1].items()}
+                for name, found in owned.items()
+                if found is not None
+            },
+        )
     return results
 
 
@@ -285,18 +292,18 @@ def test_every_step_is_that_of_one_process(world_size: int, dtype: torch.dtype |
         assert not torch.equal(path[0][0], path[-1][0])
         ours = [result[case] for result in results]
         for step, wholes in enumerate(path):
-            matrices = joined([rank_path[step] for rank_path, _, _ in ours])
+            matrices = joined([rank_path[step] for rank_path, _ in ours])
             for index, matrix in enumerate(matrices):
                 expected = wholes[index].to(return_dtype).float()
                 assert torch.equal(matrix, expected), (case, step, index)
-        owned = [(name, states[name], x) for _, states, own in ours for name, x in own.items()]
-        assert sorted(name for name, _, _ in owned) == sorted(starts(sides))  # one owner each
-        for name, state, matrix in owned:
+        owned = [item for _, states in ours for item in states.items()]
+        assert sorted(name for name, _ in owned) == sorted(starts(sides))  # one owner each
+        for name, state in owned:
             parameter = parameters[int(name.removeprefix("matrix"))]
-            assert torch.equal(matrix, parameter)
-            assert state.keys() == optimizer.state[parameter].keys()
-            for key, tensor in optimizer.state[parameter].items():
-                assert torch.equal(state[key], tensor), (name, key)
+            expected = {"model": parameter.detach(), **optimizer.state[parameter]}
+            assert state.keys() == expected.keys() - {"step"}
+            for kind, tensor in state.items():
+                assert torch.equal(tensor, expected[kind]), (name, kind)
 
 
 def train_partly(rank: int, ranks: int, sides: list[int], frozen: list[set[int]]) -> list[Tensor]:

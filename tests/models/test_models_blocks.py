@@ -20,13 +20,12 @@ def spec(**changes) -> BlockSpec:
         "padding": "circular",
         "activation": "beta_abs",
         "beta": 0.75,
-        "parametrisation": "product",
     }
     return BlockSpec(**{**fields, **changes})
 
 
 def draw(count: int, side: int, has_pos: bool, seed: int = 0, images: int = 3, width: int = WIDTH):
-    """(x, bank, bias, pos) of a group of `count` blocks, in float64."""
+    """(x, bank [count, 2, C, C], bias, pos) of a group of blocks, in float64."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -34,7 +33,8 @@ def draw(count: int, side: int, has_pos: bool, seed: int = 0, images: int = 3, w
 
     matrices = [random_orthogonal(width, generator, torch.float64) for _ in range(2 * count)]
     pos = normal(count, side, side, 1) if has_pos else None
-    return normal(images, side, side, width), torch.stack(matrices), normal(count, width), pos
+    bank = torch.stack(matrices).view(count, 2, width, width)
+    return normal(images, side, side, width), bank, normal(count, width), pos
 
 
 def gradients_of(function, inputs, wanted, the_spec, weight):
@@ -79,33 +79,20 @@ def paper_block(x, rotation, mixing, bias, pos, alpha_part, beta, padding):
 def test_block_is_the_listing_of_the_paper(part, beta, padding):
     """Z = β-Abs(M·Rᵀ·S(R·(X + pos)) + b), written with loops over tokens and np.roll."""
     x, bank, bias, pos = draw(1, 4, has_pos=True)
+    rotation, mixing = bank[0]
     the_spec = spec(shift_part=part, beta=beta, padding=padding)
-    result = block_reference(x, bank[0], bank[1], bias[0], pos[0], the_spec)
-    arrays = (t.numpy() for t in (x, bank[0], bank[1], bias[0], pos[0]))
+    result = block_reference(x, rotation, mixing @ rotation.mT, bias[0], pos[0], the_spec)
+    arrays = (t.numpy() for t in (x, rotation, mixing, bias[0], pos[0]))
     expected = torch.from_numpy(paper_block(*arrays, part, beta, padding))
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("function", [group_reference, fused_group])
-def test_product_is_merged_with_the_product(function):
-    """`product` with (R, M) is the function of `merged` with (R, M·Rᵀ)."""
-    x, bank, bias, pos = draw(3, 4, has_pos=True)
-    merged = bank.clone()
-    merged[1::2] = bank[1::2] @ bank[0::2].mT
-    torch.testing.assert_close(
-        function(x, bank, bias, pos, spec(parametrisation="product")),
-        function(x, merged, bias, pos, spec(parametrisation="merged")),
-        rtol=0,
-        atol=1e-13,
-    )
-
-
 def test_group_is_its_blocks_one_after_the_other():
-    """The bank holds R₀, M₀, R₁, M₁, …: block i uses the matrices 2i and 2i+1."""
+    """The bank holds the pairs (R₀, W₀), (R₁, W₁), …: block i uses the pair i."""
     x, bank, bias, pos = draw(3, 4, has_pos=True)
     expected = x
     for i in range(3):
-        expected = block_reference(expected, bank[2 * i], bank[2 * i + 1], bias[i], pos[i], spec())
+        expected = block_reference(expected, *bank[i], bias[i], pos[i], spec())
     assert torch.equal(group_reference(x, bank, bias, pos, spec()), expected)
 
 
@@ -117,7 +104,6 @@ specs = st.builds(
     padding=st.sampled_from(["circular", "zero"]),
     activation=st.sampled_from(["beta_abs", "beta_abs", "minmax"]),
     beta=st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0]),
-    parametrisation=st.sampled_from(["product", "merged"]),
 )
 NAMES = ("x", "bank", "bias", "pos")
 
@@ -146,10 +132,9 @@ def test_fused_equals_reference(the_spec, count, side, has_pos, wanted, seed):
 
 
 @pytest.mark.parametrize("frozen", range(4))
-@pytest.mark.parametrize("parametrisation", ["product", "merged"])
-def test_fused_with_one_input_frozen(frozen, parametrisation):
+def test_fused_with_one_input_frozen(frozen):
     """A frozen input gets no gradient and the others get theirs: bank alone, bias alone, …"""
-    inputs, the_spec = draw(2, 3, has_pos=True), spec(parametrisation=parametrisation)
+    inputs, the_spec = draw(2, 3, has_pos=True), spec()
     for wanted in ([i != frozen for i in range(4)], [i == frozen for i in range(4)]):
         _, grads = gradients_of(fused_group, inputs, wanted, the_spec, 1.0)
         _, expected = gradients_of(group_reference, inputs, wanted, the_spec, 1.0)
@@ -181,11 +166,9 @@ def test_fused_at_ties_and_zeros(activation):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("parametrisation", ["product", "merged"])
-def test_fused_without_gradients(parametrisation):
+def test_fused_without_gradients():
     """Under no_grad the values are the same and nothing is kept for a backward pass."""
-    inputs = draw(3, 4, has_pos=True)
-    the_spec = spec(parametrisation=parametrisation)
+    inputs, the_spec = draw(3, 4, has_pos=True), spec()
     leaves = [t.clone().requires_grad_() for t in inputs]
     with torch.no_grad():
         out = fused_group(*leaves, the_spec)
@@ -263,7 +246,7 @@ def test_fused_notices_weights_changed_before_backward():
     """Changing the bank between forward and backward is an error, not a wrong gradient."""
     x, bank, bias, pos = draw(1, 2, has_pos=False)
     bank.requires_grad_()
-    out = fused_group(x, bank, bias, pos, spec(parametrisation="merged"))
+    out = fused_group(x, bank, bias, pos, spec())
     with torch.no_grad():
         bank.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -297,31 +280,28 @@ def test_fused_in_float32_is_as_accurate_as_the_reference():
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
-# --- matrices one by one, and products made again -----------------------------------------------
+# --- matrices one by one, and what is kept ----------------------------------------------------
 
 
-@pytest.mark.parametrize("keep_products", [True, False])
-@pytest.mark.parametrize("parametrisation", ["product", "merged"])
-def test_matrices_one_by_one_are_a_bank(parametrisation, keep_products):
+def test_matrices_one_by_one_are_a_bank():
     """The same output and gradients, bit for bit, given as one bank or each as a parameter."""
-    (x, bank, bias, pos), the_spec = draw(3, 3, has_pos=True), spec(parametrisation=parametrisation)
+    x, bank, bias, pos = draw(3, 3, has_pos=True)
     whole = bank.clone().requires_grad_()
-    apart = [matrix.clone().requires_grad_() for matrix in bank]
-    out = fused_group(x, whole, bias, pos, the_spec)
-    again = fused_group(x, apart, bias, pos, the_spec, keep_products=keep_products)
+    apart = [matrix.clone().requires_grad_() for matrix in bank.flatten(0, 1)]
+    out = fused_group(x, whole, bias, pos, spec())
+    again = fused_group(x, apart, bias, pos, spec())
     assert torch.equal(out, again)
     out.square().sum().backward()
     again.square().sum().backward()
-    for gradient, matrix in zip(whole.grad, apart, strict=True):
+    for gradient, matrix in zip(whole.grad.flatten(0, 1), apart, strict=True):
         assert torch.equal(gradient, matrix.grad)
 
 
-def test_products_are_kept_only_where_asked():
-    """Without them the forward pass leaves no tensor of a matrix's size but the weights."""
+def test_nothing_of_a_matrix_is_kept():
+    """The forward pass leaves no tensor of a matrix's size but the weights."""
     x, bank, bias, pos = draw(3, 1, has_pos=True, images=2)
     bank.requires_grad_()
-    for keep_products, kept in ((True, 3), (False, 0)):
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
-            fused_group(x, bank, bias, pos, spec(), keep_products=keep_products)
-        assert sum(tuple(t.shape) == (WIDTH, WIDTH) for t in saved) == kept
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        fused_group(x, bank, bias, pos, spec())
+    assert [tuple(t.shape) for t in saved if t.numel() >= WIDTH**2] == [(3, 2, WIDTH, WIDTH)]

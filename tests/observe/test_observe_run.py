@@ -171,7 +171,7 @@ def test_the_arithmetic_of_a_model_is_that_of_its_products():
 
     from lipnext_scale.models import LipNeXt, blocks, group_reference
 
-    config = LipNeXtConfig(**MODEL, parametrisation="merged")
+    config = LipNeXtConfig(**MODEL)
     model, images = LipNeXt(config, seed=0), torch.rand(4, 1, 8, 8)
     with FlopCounterMode(display=False) as counter:
         x = blocks.space_to_depth(images - 0.5, 2, 16).requires_grad_()

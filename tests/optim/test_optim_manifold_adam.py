@@ -170,6 +170,118 @@ def test_solves_least_squares_on_the_group(lookahead):
     assert float((x.detach() - solution).abs().max()) < 1e-4
 
 
+# --- pairs (R, W = M·Rᵀ) of which M is learned ------------------------------------------------
+
+
+def product_pairs(dtype=torch.float64) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    """The same pairs twice, [3, 2, 12, 12]: (R, W) and (R, M)."""
+    learned = bank(3, 2, 12, 12, dtype=dtype)
+    shown = torch.nn.Parameter(learned.detach().clone())
+    shown.data[:, 1] = weights_of(learned).detach()
+    return shown, learned
+
+
+def weights_of(learned: torch.Tensor) -> torch.Tensor:
+    """W = M·Rᵀ of pairs (R, M)."""
+    rotation, factor = learned.unbind(1)
+    return factor @ rotation.mT
+
+
+def smooth(rotation: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Any function of R and W; both gradients are those of both."""
+    a, b, c = gradients(rotation, 3, seed=5)
+    return ((weight @ torch.tanh(rotation @ a) + b).sin() * c).sum()
+
+
+@pytest.mark.parametrize("second_moment_init", ["zero", "paper"])
+def test_the_product_form_follows_autograd_through_the_product(second_moment_init):
+    """(R, W) with M in the optimizer against (R, M) with W = M·Rᵀ in the function: to 1e-10."""
+    shown, learned = product_pairs()
+    start = shown.detach().clone()
+    options = {"lr": 0.02, "lookahead": 6, "second_moment_init": second_moment_init}
+    options |= {"exp_rule": "bounded", "exp_tolerance": 1e-15}
+    product = ManifoldAdam([shown], parametrisation="product", **options)
+    merged = ManifoldAdam([learned], **options)
+
+    def require_same() -> None:
+        expected = torch.stack([learned[:, 0], weights_of(learned)], 1).detach()
+        torch.testing.assert_close(shown.detach(), expected, rtol=0, atol=1e-10)
+        factor = product.state[shown]["factor"]
+        torch.testing.assert_close(factor, learned.detach()[:, 1], rtol=0, atol=1e-10)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            product.zero_grad()
+            merged.zero_grad()
+            smooth(*shown.unbind(1)).backward()
+            smooth(learned[:, 0], weights_of(learned)).backward()
+            product.step()
+            merged.step()
+            require_same()
+
+    product.initialise_state()
+    torch.testing.assert_close(shown.detach(), start, rtol=0, atol=1e-14)  # the same function
+    train(20)
+    moved = (shown.detach() - start).flatten(2).norm(dim=2)
+    # v0 = 1/d makes the first steps smaller
+    assert float(moved.min()) > (0.1 if second_moment_init == "zero" else 1e-2)
+    fast = shown.detach().clone()
+    with product.slow_weights(), merged.slow_weights():
+        assert float((shown.detach() - fast).flatten(2).norm(dim=2).min()) > 1e-3
+        require_same()
+    require_same()
+    with torch.no_grad():  # as rounding does, only more; W has both factors
+        product.state[shown]["factor"] *= 1.01
+        shown[:, 0] *= 0.98
+        learned *= torch.tensor([0.98, 1.01], dtype=torch.float64).view(2, 1, 1)
+    product.retract()
+    merged.retract()
+    require_same()
+    assert float(orthogonality_error(shown.detach()).max()) < 1e-12
+    with product.slow_weights(), merged.slow_weights():
+        require_same()
+    train(7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_fast_weights_of_the_product_form_return_bit_for_bit(dtype):
+    """R, W and M, though W is made anew of them; inside, W is that of the slow R and M."""
+    x, _ = product_pairs(dtype)
+    optimizer = ManifoldAdam([x], lr=0.02, lookahead=5, parametrisation="product")
+    run(optimizer, x, gradients(x, 7))
+    fast, state = x.detach().clone(), optimizer.state[x]
+    kept = {name: value.clone() for name, value in state.items()}
+    with optimizer.slow_weights():
+        assert torch.equal(x[:, 0], kept["slow"][:, 0])
+        torch.testing.assert_close(x.detach()[:, 1], weights_of(kept["slow"]))
+        assert not torch.equal(x[:, 1], fast[:, 1])
+    assert torch.equal(x, fast)
+    assert all(torch.equal(state[name], value) for name, value in kept.items())
+
+
+@pytest.mark.parametrize("parametrisation", ["product", "merged"])
+def test_a_scale_is_that_of_the_gradients(parametrisation):
+    """For clipping: with an ε that makes it matter, and the gradients given as they were."""
+    ends = []
+    for given, scale in ((1.0, 0.01), (0.01, 1.0), (1.0, 1.0)):
+        x, _ = product_pairs()
+        optimizer = ManifoldAdam([x], lr=0.02, eps=0.1, parametrisation=parametrisation)
+        for gradient in gradients(x, 4):
+            x.grad = given * gradient
+            optimizer.step(scale=torch.tensor(scale, dtype=torch.float64))
+        ends.append(x.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
+    assert float((ends[0] - ends[2]).abs().max()) > 1e-3
+
+
+def test_only_pairs_have_a_product():
+    with pytest.raises(ValueError, match="parametrisation = 'cayley': must be merged or product"):
+        ManifoldAdam([bank(3, 2, 6, 6)], parametrisation="cayley")
+    for shape in ((6, 6), (3, 6, 6), (2, 3, 6, 6)):
+        with pytest.raises(ValueError, match="takes pairs of square matrices"):
+            ManifoldAdam([bank(*shape)], parametrisation="product")
+
+
 # --- Lookahead, slow weights, retraction ------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Exports hold the slow weights under names that do not depend on the banks."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small import assert_same, final_state, small_recipe
 
 from data_prep.digits import png_bytes, write_shard
@@ -16,10 +17,12 @@ from lipnext_scale.certification import lipschitz_bound, load_model
 from lipnext_scale.certify import main as certify_main
 from lipnext_scale.checkpoint import CheckpointWriter, StateShard
 from lipnext_scale.checkpoint.exports import load_export, save_export
+from lipnext_scale.config.recipe import load_recipe
 from lipnext_scale.export import main
+from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.training.trainer import Trainer
-from lipnext_scale.utils.config import merge
+from lipnext_scale.utils.config import merge, to_dict
 from lipnext_scale.utils.errors import UserError
 
 
@@ -46,17 +49,15 @@ def test_the_slow_weights_are_exported(run):
         assert_same(dict(trainer.model.state_dict()), dict(exported.state_dict()))
 
 
-@pytest.mark.parametrize("parametrisation", ["product", "merged"])
-def test_names_and_values_do_not_depend_on_the_bank_size(tmp_path, parametrisation):
-    config = LipNeXtConfig(5, 16, 8, 2, 1, 10, parametrisation=parametrisation)
+def test_names_and_values_do_not_depend_on_the_bank_size(tmp_path):
+    config = LipNeXtConfig(5, 16, 8, 2, 1, 10)
     files = []
     for per_bank in (0, 1, 2):
         model = LipNeXt(dataclasses.replace(config, blocks_per_bank=per_bank), seed=3)
         save_export(model, tmp_path / f"{per_bank}.safetensors")
         files.append((tmp_path / f"{per_bank}.safetensors").read_bytes())
     assert files[0] == files[1] == files[2]
-    second = "M" if parametrisation == "product" else "W"
-    names = {f"blocks.{i}.{part}" for i in range(5) for part in ("R", second, "bias", "pos")}
+    names = {f"blocks.{i}.{part}" for i in range(5) for part in ("R", "W", "bias", "pos")}
     assert set(load_file(tmp_path / "0.safetensors")) == names | {"head.weight", "head.bias"}
     x = torch.rand(4, 1, 8, 8)
     assert torch.equal(load_export(tmp_path / "1.safetensors")(x), model(x))
@@ -70,8 +71,6 @@ def test_a_broken_export_is_refused_by_name(tmp_path, damage):
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:-100])
     elif damage == "foreign":
-        from safetensors.torch import save_file
-
         save_file({"w": torch.zeros(2)}, path)
     else:
         path.unlink()
@@ -134,7 +133,7 @@ def test_weights_that_left_the_manifold_are_judged_by_their_bound(run, tmp_path,
     [
         ({"depth": 3}, r"model\.depth = 3 there, 2 here"),
         ({"activation": "minmax"}, r"model\.activation = 'minmax' there"),
-        ({}, r"blocks\.1\.M is not orthogonal"),
+        ({}, r"blocks\.1\.W is not orthogonal"),
     ],
 )
 def test_a_run_does_not_start_from_an_export_that_does_not_fit(tmp_path, change, said):
@@ -143,7 +142,7 @@ def test_a_run_does_not_start_from_an_export_that_does_not_fit(tmp_path, change,
     model = LipNeXt(dataclasses.replace(recipe.model, **change), seed=1)
     if not change:
         with torch.no_grad():
-            model.groups[0].bank[3] *= 1.5
+            model.groups[0].bank[1, 1] *= 1.5
     save_export(model, tmp_path / "export")
     with pytest.raises(UserError, match=said):
         Trainer(recipe)
@@ -156,3 +155,48 @@ def test_an_export_as_a_directory(run, tmp_path):
     main(["--run", str(run), "--out", str(out)])
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     assert_same(dict(load_model(out).state_dict()), dict(load_model(run).state_dict()))
+
+
+# --- from when a network stored M, W = M·Rᵀ ---------------------------------------------------
+
+
+@pytest.mark.parametrize("parametrisation", ["product", "merged"])
+def test_an_older_export_is_the_same_function(tmp_path, parametrisation):
+    """One with M computes with W = M·Rᵀ; a run can start from it, in either form."""
+    recipe = small_recipe(tmp_path / "run", f"run.init_from={tmp_path / 'old.safetensors'}")
+    model, generator = LipNeXt(recipe.model, seed=1), torch.Generator().manual_seed(0)
+    save_export(model, tmp_path / "new.safetensors")
+    tensors = load_file(tmp_path / "new.safetensors")
+    with torch.no_grad():
+        for index, (rotation, weight) in enumerate(model.groups[0].bank):
+            second = random_orthogonal(16, generator)
+            weight.copy_(second @ rotation.mT if parametrisation == "product" else second)
+            del tensors[f"blocks.{index}.W"]
+            letter = "M" if parametrisation == "product" else "W"
+            tensors[f"blocks.{index}.{letter}"] = second
+    old = json.dumps({**to_dict(recipe.model), "parametrisation": parametrisation})
+    save_file(tensors, tmp_path / "old.safetensors", metadata={"model": old})
+    loaded, images = load_export(tmp_path / "old.safetensors"), torch.rand(4, 1, 8, 8)
+    close = {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(loaded(images), model(images), **close)
+    trainer = Trainer(recipe)
+    torch.testing.assert_close(trainer.model.groups[0].bank, model.groups[0].bank, **close)
+    # Stored anew it is an export of today.
+    save_export(loaded, tmp_path / "again.safetensors")
+    assert_same(dict(load_export(tmp_path / "again.safetensors").state_dict()), loaded.state_dict())
+
+
+@pytest.mark.parametrize("parametrisation", ["product", "merged"])
+def test_an_older_run_has_its_parametrisation_in_the_model(run, tmp_path, parametrisation):
+    """model.parametrisation of its config.yaml is optim.parametrisation."""
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied, symlinks=True)
+    values = yaml.safe_load((copied / "config.yaml").read_text())
+    assert values["optim"].pop("parametrisation") == "product"
+    values["model"]["parametrisation"] = parametrisation
+    (copied / "config.yaml").write_text(yaml.safe_dump(values))
+    recipe, before = (load_recipe(str(path / "config.yaml")) for path in (copied, run))
+    optim = dataclasses.replace(before.optim, parametrisation=parametrisation)
+    assert recipe == dataclasses.replace(before, optim=optim)
+    if parametrisation == "product":
+        assert_same(dict(load_model(copied).state_dict()), dict(load_model(run).state_dict()))

@@ -38,7 +38,7 @@ def test_the_loss_falls_and_the_matrices_stay_orthogonal(tmp_path):
     ],
 )
 def test_every_loss_and_parametrisation_trains(tmp_path, loss, parametrisation):
-    settings = (f"loss.name={loss}", f"model.parametrisation={parametrisation}", "optim.epochs=2")
+    settings = (f"loss.name={loss}", f"optim.parametrisation={parametrisation}", "optim.epochs=2")
     trainer = Trainer(small_recipe(tmp_path / "run", *settings))
     before = trainer.model.groups[0].bank.detach().clone()
     trainer.run()
@@ -94,13 +94,22 @@ def test_schedules_reach_the_steps_as_written(tmp_path):
     assert rates[-1] == pytest.approx(1e-7)
 
 
-def test_gradients_are_clipped_to_the_configured_norm(tmp_path):
+def test_gradients_are_clipped_to_the_configured_norm(tmp_path, monkeypatch):
     """The norm is recorded as it was; the optimizers see one of the setting."""
     trainer = Trainer(small_recipe(tmp_path / "run", "optim.clip_norm=1e-3"))
+    step, seen = trainer.optimizers.step, {}
+
+    def watched(scale, usable=None):
+        seen.update({p: scale * p.grad for p in trainer.model.parameters() if p.grad is not None})
+        step(scale, usable)
+
+    monkeypatch.setattr(trainer.optimizers, "step", watched)
     values = trainer.train_step(next(iter(trainer.loader)))
     assert float(values["train/gradient_norm"]) > 1e-2
-    squares = [p.grad.square().sum() for p in trainer.model.parameters() if p.grad is not None]
+    squares = [gradient.square().sum() for gradient in seen.values()]
     assert float(sum(squares)) ** 0.5 == pytest.approx(1e-3, rel=1e-3)
+    for parameter, state in trainer.optimizers.euclidean.state.items():
+        torch.testing.assert_close(state["exp_avg"], 0.1 * seen[parameter])
 
 
 def test_evaluation_counts_with_the_slow_weights(tmp_path):
