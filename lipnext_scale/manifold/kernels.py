@@ -7,11 +7,16 @@ length. With hi = bf16(x) and lo = bf16(x - hi), |x - hi - lo| ≤ 2^-17·|x| an
 
 misses at most 2^-15·|a||b|: half of it is lo·lo. `split_left` and `split_right` make the operands.
 
-Stacks are [k, d, d]. Each operator is its reference on the CPU.
+Stacks are [k, d, d]. Each operator is its reference on the CPU and one launch of a Triton kernel on
+CUDA, which reads and writes every number once. There a stack may have any stride between its
+matrices, so that it can be a view; each matrix is contiguous.
 """
 
+import functools
+import importlib
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast, no_type_check
 
 import torch
 from torch import Tensor
@@ -117,27 +122,332 @@ def _same_shape(x: Tensor, *_: Any) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
+# Kernels. Plain functions until `_jit` makes them Triton's: nobody without a GPU should need it.
+# Triton's interpreter, which the tests use, cannot compute in bf16: values are float32 until they
+# are stored.
+
+# triton.language, once a kernel is launched; until then, what annotations need of it.
+tl: Any = SimpleNamespace(constexpr="constexpr")
+
+
+@no_type_check
+def _split_left_kernel(x, out, stride, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    batch = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < d) & (column < d)
+    value = tl.load(x + batch * stride + row * d + column, mask=inside)
+    hi = value.to(tl.bfloat16)
+    lo = (value - hi.to(tl.float32)).to(tl.bfloat16)
+    out += batch * (3 * d * d) + row * (3 * d) + column
+    tl.store(out, hi, mask=inside)
+    tl.store(out + d, hi, mask=inside)
+    tl.store(out + 2 * d, lo, mask=inside)
+
+
+# All others but the moments take a matrix as one run of d² numbers. Those of [hi ; lo ; hi] are
+# three such runs.
+@no_type_check
+def _split_right_kernel(x, out, stride, d, BLOCK: tl.constexpr):
+    batch = tl.program_id(1).to(tl.int64)
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < d * d
+    value = tl.load(x + batch * stride + entry, mask=inside)
+    hi = value.to(tl.bfloat16)
+    lo = (value - hi.to(tl.float32)).to(tl.bfloat16)
+    out += batch * (3 * d * d) + entry
+    tl.store(out, hi, mask=inside)
+    tl.store(out + d * d, lo, mask=inside)
+    tl.store(out + 2 * d * d, hi, mask=inside)
+
+
+@no_type_check
+def _scaled_cast_kernel(x, out, factor, usable, stride, d, BLOCK: tl.constexpr):
+    batch = tl.program_id(1).to(tl.int64)
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < d * d
+    value = tl.load(x + batch * stride + entry, mask=inside) * tl.load(factor)
+    value = tl.where(tl.load(usable), value, 0.0)
+    tl.store(out + batch * (d * d) + entry, value.to(tl.bfloat16), mask=inside)
+
+
+@no_type_check
+def _moments_kernel(
+    product,
+    exp_avg,
+    exp_avg_sq,
+    buffer,
+    exponent,
+    usable,
+    product_stride,
+    exp_avg_stride,
+    exp_avg_sq_stride,
+    buffer_stride,
+    d,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    scale,
+    SYNCHRONISE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The tiles (i, j) and (j, i), i ≤ j: the first is computed, its negative transpose is stored
+    as the second. A tile on the diagonal is its own second one and is stored once; it is skew
+    because every operation here is odd in (A, m, B) or even.
+    """
+    i, j = tl.program_id(1), tl.program_id(0)
+    if j < i:
+        return
+    batch = tl.program_id(2).to(tl.int64)
+    row = i * TILE + tl.arange(0, TILE)[:, None]
+    column = j * TILE + tl.arange(0, TILE)[None, :]
+    upper, lower = row * d + column, column * d + row
+    inside = (row < d) & (column < d)
+    # A step that is not usable reads nothing, so no NaN gets in, and stores no moments.
+    end = tl.where(tl.load(usable), d, 0)
+    live = (row < end) & (column < end)
+
+    product += batch * product_stride
+    exp_avg += batch * exp_avg_stride
+    exp_avg_sq += batch * exp_avg_sq_stride
+    exponent += batch * (d * d)
+    a = tl.load(product + upper, mask=live, other=0.0)
+    a = (a - tl.load(product + lower, mask=live, other=0.0)) * 0.5
+    m = beta1 * tl.load(exp_avg + upper, mask=live, other=0.0) + rest1 * a
+    v = beta2 * tl.load(exp_avg_sq + upper, mask=live, other=0.0) + rest2 * a * a
+    # Rounded as IEEE says: the approximate forms need not be odd.
+    move = tl.div_rn(scale * m, tl.sqrt_rn(v) + eps).to(tl.bfloat16).to(tl.float32)
+    if buffer is not None:
+        buffer += batch * buffer_stride
+        total = tl.load(buffer + upper, mask=live, other=0.0) + move
+        if SYNCHRONISE:
+            move = total * 0.5
+            total = tl.zeros_like(total)
+        tl.store(buffer + upper, total, mask=live)
+    move = tl.where(live, move, 0.0)
+    tl.store(exp_avg + upper, m, mask=live)
+    tl.store(exp_avg_sq + upper, v, mask=live)
+    tl.store(exponent + upper, move.to(tl.bfloat16), mask=inside)
+    if i < j:
+        if buffer is not None:
+            tl.store(buffer + lower, -total, mask=live)
+        tl.store(exp_avg + lower, -m, mask=live)
+        tl.store(exp_avg_sq + lower, v, mask=live)
+        tl.store(exponent + lower, (-move).to(tl.bfloat16), mask=inside)
+
+
+@no_type_check
+def _tail_operands_kernel(
+    square, exponent, shrink, out, tail, square_stride, exponent_stride, d, BLOCK: tl.constexpr
+):
+    batch = tl.program_id(1).to(tl.int64)
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < d * d
+    t = tl.load(shrink + batch)
+    s = tl.load(square + batch * square_stride + entry, mask=inside)
+    a = tl.load(exponent + batch * exponent_stride + entry, mask=inside).to(tl.float32)
+    third, fourth = t * t * t * (1 / 6), t * t * t * t * (1 / 24)
+    place = batch * (d * d) + entry
+    tl.store(out + place, s.to(tl.bfloat16), mask=inside)
+    tl.store(tail + place, (third * a + fourth * s).to(tl.bfloat16), mask=inside)
+
+
+@no_type_check
+def _change_right_kernel(
+    square,
+    exponent,
+    tail,
+    shrink,
+    out,
+    square_stride,
+    exponent_stride,
+    tail_stride,
+    d,
+    BLOCK: tl.constexpr,
+):
+    batch = tl.program_id(1).to(tl.int64)
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < d * d
+    t = tl.load(shrink + batch)
+    s = tl.load(square + batch * square_stride + entry, mask=inside)
+    a = tl.load(exponent + batch * exponent_stride + entry, mask=inside).to(tl.float32)
+    value = t * a + t * t * 0.5 * s
+    if tail is not None:
+        value += tl.load(tail + batch * tail_stride + entry, mask=inside).to(tl.float32)
+    hi = value.to(tl.bfloat16)
+    lo = (value - hi.to(tl.float32)).to(tl.bfloat16)
+    out += batch * (3 * d * d) + entry
+    tl.store(out, hi, mask=inside)
+    tl.store(out + d * d, lo, mask=inside)
+    tl.store(out + 2 * d * d, hi, mask=inside)
+
+
+# --------------------------------------------------------------------------------------------------
+# Launches. Offsets within a matrix are 32 bits wide: 3d² < 2³¹, so d ≤ 26754.
+
+# Blocks: four to eight numbers a thread, which leaves enough registers for many threads at once.
+
+BLOCK, ROWS, COLUMNS, TILE = 1024, 4, 256, 32
+
+
+@functools.cache
+def _triton() -> Any:
+    """Triton, or None where it cannot be imported: then the references run on a GPU too."""
+    global tl
+    try:
+        tl = importlib.import_module("triton.language")
+        return importlib.import_module("triton")
+    except ImportError:
+        return None
+
+
+@functools.cache
+def _jit(kernel: Callable[..., Any]) -> Any:
+    return _triton().jit(kernel)
+
+
+def _launch(kernel: Callable[..., Any], grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    with torch.cuda.device_of(args[0]):  # Triton launches on the current device
+        # Memory is the limit here, so no fused multiply-add: rounded as the reference rounds.
+        _jit(kernel)[grid](*args, enable_fp_fusion=False, **options)
+
+
+def _stride(stack: Tensor) -> int:
+    """From one matrix of a stack to the next."""
+    if not stack[:1].is_contiguous():
+        raise ValueError(f"matrices of strides {stack.stride()[1:]}: each must be contiguous")
+    return stack.stride(0)
+
+
+def _run(k: int, d: int) -> tuple[int, int]:
+    """The grid over the d² numbers of k matrices."""
+    return (_ceil(d * d, BLOCK), k)
+
+
+def _ceil(length: int, part: int) -> int:
+    return -(-length // part)
+
+
+def _split_left_cuda(x: Tensor) -> Tensor:
+    out, (k, d, _) = _split_left_shape(x), x.shape
+    grid = (_ceil(d, COLUMNS), _ceil(d, ROWS), k)
+    _launch(_split_left_kernel, grid, x, out, _stride(x), d, ROWS=ROWS, COLUMNS=COLUMNS)
+    return out
+
+
+def _split_right_cuda(x: Tensor) -> Tensor:
+    out, (k, d, _) = _split_right_shape(x), x.shape
+    _launch(_split_right_kernel, _run(k, d), x, out, _stride(x), d, BLOCK=BLOCK)
+    return out
+
+
+def _scaled_cast_cuda(x: Tensor, factor: Tensor, usable: Tensor) -> Tensor:
+    out, (k, d, _) = _same_shape(x), x.shape
+    _launch(_scaled_cast_kernel, _run(k, d), x, out, factor, usable, _stride(x), d, BLOCK=BLOCK)
+    return out
+
+
+def _moments_cuda_(
+    product: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    buffer: Tensor | None,
+    usable: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    scale: float,
+    synchronise: bool,
+) -> Tensor:
+    out, (k, d, _) = _same_shape(product), product.shape
+    tiles = _ceil(d, TILE)
+    _launch(
+        _moments_kernel,
+        (tiles, tiles, k),
+        *(product, exp_avg, exp_avg_sq, buffer, out, usable),
+        *map(_stride, (product, exp_avg, exp_avg_sq)),
+        0 if buffer is None else _stride(buffer),
+        *(d, beta1, 1 - beta1, beta2, 1 - beta2, eps, scale),
+        SYNCHRONISE=synchronise,
+        TILE=TILE,
+        num_warps=8,
+    )
+    return out
+
+
+def _tail_operands_cuda(square: Tensor, exponent: Tensor, shrink: Tensor) -> tuple[Tensor, Tensor]:
+    out, tail, (k, d, _) = _same_shape(square), _same_shape(square), square.shape
+    _launch(
+        _tail_operands_kernel,
+        _run(k, d),
+        *(square, exponent, shrink.contiguous(), out, tail),
+        *(_stride(square), _stride(exponent), d),
+        BLOCK=BLOCK,
+    )
+    return out, tail
+
+
+def _change_right_cuda(
+    square: Tensor, exponent: Tensor, tail: Tensor | None, shrink: Tensor
+) -> Tensor:
+    out, (k, d, _) = _split_right_shape(square), square.shape
+    _launch(
+        _change_right_kernel,
+        _run(k, d),
+        *(square, exponent, tail, shrink.contiguous(), out),
+        *(_stride(square), _stride(exponent), 0 if tail is None else _stride(tail), d),
+        BLOCK=BLOCK,
+    )
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
 # Operators.
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _operator(name: str, reference: F, shape: Callable[..., Any], mutates: Iterable[str] = ()) -> F:
+def _operator(
+    name: str,
+    reference: F,
+    cuda: F,
+    shape: Callable[..., Any],
+    mutates: Iterable[str] = (),
+) -> F:
     """lipnext::name. Tracers and dispatch modes see one operator, whatever it runs."""
-    operator = torch.library.custom_op(f"lipnext::{name}", reference, mutates_args=mutates)
+    operator = torch.library.custom_op(
+        f"lipnext::{name}", reference, mutates_args=mutates, device_types="cpu"
+    )
     operator.register_fake(shape)
+
+    @operator.register_kernel("cuda")
+    def _(*args: Any) -> Any:
+        return (cuda if _triton() else reference)(*args)
+
     return cast(F, operator)
 
 
-split_left = _operator("split_left", split_left_reference, _split_left_shape)
-split_right = _operator("split_right", split_right_reference, _split_right_shape)
-scaled_cast = _operator("scaled_cast", scaled_cast_reference, _same_shape)
+split_left = _operator("split_left", split_left_reference, _split_left_cuda, _split_left_shape)
+split_right = _operator("split_right", split_right_reference, _split_right_cuda, _split_right_shape)
+scaled_cast = _operator("scaled_cast", scaled_cast_reference, _scaled_cast_cuda, _same_shape)
 moments_ = _operator(
-    "moments_", moments_reference_, _same_shape, mutates=("exp_avg", "exp_avg_sq", "buffer")
+    "moments_",
+    moments_reference_,
+    _moments_cuda_,
+    _same_shape,
+    mutates=("exp_avg", "exp_avg_sq", "buffer"),
 )
 tail_operands = _operator(
-    "tail_operands", tail_operands_reference, lambda x, *_: (_same_shape(x), _same_shape(x))
+    "tail_operands",
+    tail_operands_reference,
+    _tail_operands_cuda,
+    lambda square, *_: (_same_shape(square), _same_shape(square)),
 )
 change_right = _operator(
-    "change_right", change_right_reference, lambda x, *_: _split_right_shape(x)
+    "change_right",
+    change_right_reference,
+    _change_right_cuda,
+    lambda square, *_: _split_right_shape(square),
 )
