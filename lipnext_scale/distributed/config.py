@@ -35,6 +35,8 @@ class ParallelConfig:
     reduce_every_part: bool = changeable(True)
     # fsdp: groups of blocks whose weights are gathered ahead of time.
     prefetch: int = changeable(1)
+    # ddp, and fsdp with replicas: each steps its share of the matrices, and has its state alone.
+    share_step: bool = changeable(True)
     recompute_activations: bool = changeable(False)
     compile: bool = changeable(False)
     # row: the matrices of one exchange with the owners, in MB for each owner.

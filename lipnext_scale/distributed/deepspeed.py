@@ -446,7 +446,7 @@ class DeepSpeedEngine(Engine):
             raise FloatingPointError("DeepSpeed made no step: the gradient's norm overflows")
 
     def scale_gradients(self, factor: Tensor) -> None:
-        for gradient in self._gradients():
+        for gradient, _ in self._gradients():
             gradient.mul_(factor.to(gradient))
 
     def discard_gradients(self) -> None:
@@ -461,8 +461,9 @@ class DeepSpeedEngine(Engine):
             for number in range(len(self.partitions)):
                 self.zero.averaged_gradients[number] = None
 
-    def _gradients(self) -> list[Tensor]:
-        return [g for number in range(len(self.partitions)) for g in self._gradients_of(number)]
+    def _gradients(self) -> list[tuple[Tensor, int]]:
+        parts = range(len(self.partitions))
+        return [(gradient, 1) for number in parts for gradient in self._gradients_of(number)]
 
     def _gradients_of(self, number: int) -> list[Tensor]:
         """Tensors that one after the other are the gradient of a partition."""
@@ -476,7 +477,7 @@ class DeepSpeedEngine(Engine):
         assert sum(tensor.numel() for tensor in tensors) == flat.numel()
         return tensors
 
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def named_gradients(self) -> Iterator[tuple[str, Tensor, int]]:
         for number, partition in enumerate(self.partitions):
             tensors = self._gradients_of(number)
             for name, slot in partition.held():
@@ -486,9 +487,9 @@ class DeepSpeedEngine(Engine):
                 for index, part in enumerate(parts):
                     start, stop = max(slot.start, index * size), min(slot.stop, (index + 1) * size)
                     for numbers in between(tensors, start + shift, stop + shift):
-                        yield part.name, numbers
+                        yield part.name, numbers, 1
 
-    def _sum_over_shards(self, value: Tensor) -> Tensor:
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
         value = value.to(self.processes.device)  # the optimizer's may be another
         dist.all_reduce(value)
         return value

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lipnext_scale.checkpoint import StateShard, StateShards
 from lipnext_scale.distributed.config import ParallelConfig, choose_group_size
 from lipnext_scale.distributed.processes import Processes
+from lipnext_scale.distributed.replicas import SharedManifoldAdam, reduce_to_share_
 from lipnext_scale.distributed.rows import RowManifoldAdam, row_range
 from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
 from lipnext_scale.models.lipnext import NamedPart, named_parts
@@ -50,18 +51,21 @@ def local_range(parameter: Tensor) -> tuple[int, int]:
     return row_range(rows, mesh.size(axis), mesh.get_local_rank(axis))
 
 
+Owners = RowManifoldAdam | SharedManifoldAdam
+
+
 def training_state(
-    model: LipNeXt, optimizers: Optimizers | None, owned: RowManifoldAdam | None = None
+    model: LipNeXt, optimizers: Optimizers | None, owned: Owners | None = None
 ) -> StateShards:
     """Weights and optimizer state, which is created if missing; without optimizers weights alone.
 
-    owned: the row layout's optimizer. Its matrices and their state come from their owners.
+    owned: an optimizer whose matrices and their state come from the ranks that own them.
     """
     states: list[Mapping[Any, Any]] = []
     if optimizers is not None:
         optimizers.initialise_state()
         states = [optimizers.euclidean.state, getattr(optimizers.manifold, "state", {})]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = parameter_names(model)
     shards: StateShards = {}
     for part in named_parts(model):
         name = names[id(part.parameter)]
@@ -70,10 +74,26 @@ def training_state(
             for state in states:
                 tensors |= state.get(part.parameter, {})
             shards |= _local_shards(part, tensors)
-        elif (found := owned.owned_tensors(name, optimizers is not None)) is not None:
-            index, tensors = found
-            shards |= entry_shards(part, index, tensors)
+        elif (found := owned_part(owned, part, name, optimizers is not None)) is not None:
+            shards |= entry_shards(part, *found)
     return shards
+
+
+def parameter_names(model: LipNeXt) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def owned_part(
+    owned: Owners, part: NamedPart, name: str, with_state: bool
+) -> tuple[tuple[int, int], dict[str, Any]] | None:
+    """(place of a matrix, tensors by kind) where this rank owns the part of parameter `name`."""
+    if not part.index:
+        return owned.owned_tensors(name, (), with_state)
+    start, stop = local_range(part.parameter)
+    entry, *inner = part.index
+    if not start <= entry < stop:
+        return None
+    return owned.owned_tensors(name, (entry - start, *inner), with_state)
 
 
 def _local_shards(part: NamedPart, tensors: Mapping[str, Any]) -> StateShards:
@@ -220,22 +240,38 @@ class Engine:
 
     def gradient_norm(self) -> Tensor:
         """The global norm, equal on every rank."""
-        norms = torch.stack(torch._foreach_norm(self._gradients()))
-        return self._sum_over_shards(norms.double().square().sum()).sqrt()
+        gradients = self._gradients()
+        squares = torch.stack(torch._foreach_norm([g for g, _ in gradients])).double().square()
+        # Not a tensor of the counts, which the host would have to copy to the device.
+        counted = torch.stack([s / n for s, (_, n) in zip(squares, gradients, strict=True)])
+        return self._sum_over_ranks(counted.sum()).sqrt()
 
-    def _sum_over_shards(self, value: Tensor) -> Tensor:
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
         return value
 
-    def _gradients(self) -> list[Tensor]:
-        """This rank's shards of the gradients."""
-        return [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
+    def _gradients(self) -> list[tuple[Tensor, int]]:
+        """(numbers of the gradients on this rank, how many ranks have the same)."""
+        owned, replicas = self.owned_matrices(), self.replicas()
+        shared = owned.names if isinstance(owned, SharedManifoldAdam) else []
+        named = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
+        gradients = [(local_part(g), replicas) for name, g in named if name not in shared]
+        if isinstance(owned, SharedManifoldAdam):
+            gradients += [(owned.share(g), 1) for name, g in named if name in shared]
+        return gradients
 
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(stable name, this rank's numbers of its gradient). Local."""
+    def named_gradients(self) -> Iterator[tuple[str, Tensor, int]]:
+        """(stable name, this rank's numbers of its gradient, how many ranks have them). Local."""
+        owned, names = self.owned_matrices(), parameter_names(self.model)
         for part in named_parts(self.model):
-            if part.parameter.grad is not None:
-                for shard in _local_shards(part, {"gradient": part.parameter.grad}).values():
-                    yield part.name, shard.tensor
+            if part.parameter.grad is None:
+                continue
+            name, copies = names[id(part.parameter)], self.replicas()
+            if isinstance(owned, SharedManifoldAdam) and name in owned.names:
+                if owned_part(owned, part, name, with_state=False) is None:
+                    continue
+                copies = 1
+            for shard in _local_shards(part, {"gradient": part.parameter.grad}).values():
+                yield part.name, shard.tensor, copies
 
     def not_finite(self) -> list[str]:
         """Parameters whose gradient has an entry on this rank that is not finite. Local."""
@@ -254,8 +290,8 @@ class Engine:
 
     # Checkpoints
 
-    def owned_matrices(self) -> RowManifoldAdam | None:
-        """The optimizer that owns whole matrices while the parameters hold rows (layout row)."""
+    def owned_matrices(self) -> Owners | None:
+        """The optimizer whose matrices have one owner each, if they do."""
         return None
 
     def state_shards(self, optimizers: Optimizers | None) -> StateShards:
@@ -279,20 +315,69 @@ class Engine:
 class DDPEngine(Engine):
     """A copy of the model on every rank; torch's DDP averages the gradients.
 
-    Every rank takes the same optimizer step on the same gradients, so the copies stay equal.
+    Each rank steps its share of the matrices (`share_step`), or all of them.
     """
 
     name = "ddp"
+    shared: SharedManifoldAdam | None = None
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
         model = super().build(config, seed)
+        if self.config.share_step and self.replicas() > 1:
+            self._share_banks(model)
         self.network = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if self.config.reduce_precision == "bf16":
             self.network.register_comm_hook(None, average_in_bf16)
         return model
 
+    def _share_banks(self, model: LipNeXt) -> None:
+        """Keep the banks from DDP: their gradients go to the ranks that step them, each as soon as
+        it is complete. The groups of DDP's own collectives and of these must not mix."""
+        self.share_group = dist.new_group(timeout=self.processes.timeout)
+        names = {id(p): name for name, p in model.named_parameters()}
+        banks = [p for group in model.block_groups() for p in group.orthogonal_parameters()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            model, [names[id(bank)] for bank in banks]
+        )
+        for bank in banks:
+            dist.broadcast(bank.detach(), src=0)  # as DDP does with all others
+            bank.register_post_accumulate_grad_hook(self._reduce)
+
+    @torch.no_grad()
+    def _reduce(self, bank: Tensor) -> None:
+        assert bank.grad is not None
+        if not self.network.require_backward_grad_sync:
+            return
+        if self.config.reduce_precision == "fp32":
+            reduce_to_share_(bank.grad, self.share_group)
+        else:
+            halves = bank.grad.bfloat16()
+            reduce_to_share_(halves, self.share_group)
+            bank.grad.copy_(halves)
+
+    def manifold_optimizer(
+        self, named: list[tuple[str, nn.Parameter]], **arguments: Any
+    ) -> ManifoldOptimizer:
+        if not self.config.share_step or self.replicas() == 1:
+            return super().manifold_optimizer(named, **arguments)
+        wire = DTYPES[self.config.precision]
+        self.shared = SharedManifoldAdam(named, self.share_group, wire, **arguments)
+        return self.shared
+
+    def owned_matrices(self) -> Owners | None:
+        return self.shared
+
+    def state_loaded(self, shards: StateShards, optimizers: Optimizers | None) -> None:
+        super().state_loaded(shards, optimizers)
+        if self.shared is not None:
+            self.shared.share_weights()
+
     def replicas(self) -> int:
         return self.processes.world_size
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value)
+        return value
 
     def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
         # As DDP's no_sync(), whose context would have to span the forward and the backward pass.

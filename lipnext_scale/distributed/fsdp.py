@@ -11,6 +11,8 @@ The order in which things are put on the model, each from outside:
 The head always computes in float32: its margins are what is certified.
 """
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +23,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.distributed.config import ParallelConfig
-from lipnext_scale.distributed.engine import DTYPES, Engine, local_range
+from lipnext_scale.distributed.engine import DTYPES, Engine, Owners, local_range
 from lipnext_scale.distributed.processes import Processes
+from lipnext_scale.distributed.replicas import SharedManifoldAdam, reduce_to_share_
 from lipnext_scale.distributed.rows import RowManifoldAdam
-from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, Optimizers, local_part
 from lipnext_scale.utils.config import ConfigError
 
@@ -66,7 +69,7 @@ class FSDPEngine(Engine):
         self.mesh = build_mesh(processes.device.type, processes.world_size, size)
         for axis in (REPLICATE, SHARD):
             processes.apply_timeout(self.mesh[axis].get_group())
-        self.row_optimizer: RowManifoldAdam | None = None
+        self.owner: RowManifoldAdam | SharedManifoldAdam | None = None
 
     def describe(self) -> str:
         layout = f"{self.config.weight_layout} layout"
@@ -89,8 +92,10 @@ class FSDPEngine(Engine):
 
     def place(self, config: LipNeXtConfig) -> LipNeXt:
         model = self.build_on_meta(config, self.mesh[SHARD].size(), self.config.weight_layout)
-        # Without replicas the shard axis alone: no all-reduces in groups of one.
-        mesh = self.mesh[SHARD] if self.replicas() == 1 else self.mesh
+        # Where replicas share the step, FSDP reduces over the shard axis alone, and a hook of ours
+        # over the other. Without replicas there are no all-reduces in groups of one either.
+        alone = self.replicas() == 1 or self.shares_step
+        mesh = self.mesh[SHARD] if alone else self.mesh
         reshard, groups = self.config.reshard_after_forward, model.block_groups()
         for group in groups:
             fully_shard(
@@ -98,8 +103,32 @@ class FSDPEngine(Engine):
             )
         fully_shard(model.head, mesh=mesh, reshard_after_forward=False)
         fully_shard(model, mesh=mesh)
+        if self.shares_step:
+            for unit in (*groups, model.head):
+                assert isinstance(unit, FSDPModule)
+                unit.set_all_reduce_hook(partial(self._reduce_over_replicas, unit))
         set_prefetch(groups, self.config.prefetch)
         return model
+
+    @property
+    def shares_step(self) -> bool:
+        """With rows a shard group has owners already, and every replica its own."""
+        return (
+            self.config.share_step and self.replicas() > 1 and self.config.weight_layout == "bank"
+        )
+
+    @torch.no_grad()
+    def _reduce_over_replicas(self, unit: nn.Module, flat: Tensor) -> None:
+        """FSDP's hook: the unit's gradients on this rank one after the other, a bank first."""
+        group, rest = self.mesh[REPLICATE].get_group(), flat
+        if isinstance(unit, BlockGroup):
+            bank, shards = unit.bank, self.mesh[SHARD].size()
+            entries, numbers = local_part(bank).shape[0], math.prod(bank.shape[1:])
+            shape = (entries, *bank.shape[1:])
+            reduce_to_share_(flat[: entries * numbers].view(shape), group)
+            rest = flat[-(-bank.shape[0] // shards) * numbers :]  # behind FSDP's padding
+        dist.all_reduce(rest, group=group)
+        rest.div_(self.replicas())
 
     def _precision(self) -> MixedPrecisionPolicy:
         if self.config.precision == "fp32":
@@ -112,10 +141,14 @@ class FSDPEngine(Engine):
     def manifold_optimizer(
         self, named: list[tuple[str, nn.Parameter]], **arguments: Any
     ) -> ManifoldOptimizer:
+        if self.shares_step:
+            group, wire = self.mesh[REPLICATE].get_group(), DTYPES[self.config.precision]
+            self.owner = SharedManifoldAdam(named, group, wire, **arguments)
+            return self.owner
         if self.config.weight_layout == "bank":
             return ManifoldAdam(named, **arguments)
         assert len(named) == 2 * self.model.config.depth, "no owner would fill a frozen matrix"
-        self.row_optimizer = RowManifoldAdam(
+        self.owner = RowManifoldAdam(
             named,
             self.mesh[SHARD].get_group(),
             self._fill_initial,
@@ -123,7 +156,7 @@ class FSDPEngine(Engine):
             bucket_bytes=self.config.row_bucket_mb << 20,
             **arguments,
         )
-        return self.row_optimizer
+        return self.owner
 
     def _fill_initial(self, name: str, matrix: Tensor) -> None:
         """The initial value of `groups.{i}.matrices.{j}`."""
@@ -139,23 +172,23 @@ class FSDPEngine(Engine):
         self.network.set_reshard_after_backward(last or self.config.reshard_after_forward)
         return super().forward(images)
 
-    def _sum_over_shards(self, value: Tensor) -> Tensor:
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
         """Over all ranks, so that replicas clip by one and the same number."""
         dist.all_reduce(value)
-        return value / self.replicas()
+        return value
 
     def weights_changed(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def owned_matrices(self) -> RowManifoldAdam | None:
-        return self.row_optimizer
+    def owned_matrices(self) -> Owners | None:
+        return self.owner
 
     def state_loaded(self, shards: StateShards, optimizers: Optimizers | None) -> None:
         super().state_loaded(shards, optimizers)
-        if self.row_optimizer is not None:
-            self.row_optimizer.rows_from_owners()
+        if self.owner is not None:
+            self.owner.share_weights()
 
 
 def set_prefetch(groups: list[Any], ahead: int) -> None:

@@ -313,7 +313,7 @@ class RowManifoldAdam:
         the forward pass computes in it.
     bucket_bytes: of an owner's matrices that are exchanged together; at least one matrix is.
 
-    The constructor, `step`, `retract`, `slow_weights` and `rows_from_owners` are collective.
+    The constructor, `step`, `retract`, `slow_weights` and `share_weights` are collective.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class RowManifoldAdam:
         self.param_groups = self._inner.param_groups
         self._exchange = RowExchange(sides, owners, group, like, return_dtype or like.dtype)
         self._gradients = like.new_empty(self._largest_part())
-        self.rows_from_owners()
+        self.share_weights()
 
     @torch.no_grad()
     def step(self, scale: Tensor | None = None, usable: Tensor | None = None) -> None:
@@ -388,7 +388,7 @@ class RowManifoldAdam:
     def retract(self) -> None:
         """X ← polar(X); Xslow ← X; B ← 0, for every matrix; the rows follow."""
         self._inner.retract()
-        self.rows_from_owners()
+        self.share_weights()
 
     @contextmanager
     def slow_weights(self) -> Iterator[None]:
@@ -397,12 +397,12 @@ class RowManifoldAdam:
         Not after an exception: other ranks may not have it, and would not take part.
         """
         with self._inner.slow_weights():
-            self.rows_from_owners()
+            self.share_weights()
             yield
-        self.rows_from_owners()
+        self.share_weights()
 
     @torch.no_grad()
-    def rows_from_owners(self) -> None:
+    def share_weights(self) -> None:
         """Refresh all rows from the owners' matrices."""
         for index, bucket in enumerate(self._buckets):
             self._post_rows(bucket)
@@ -422,7 +422,7 @@ class RowManifoldAdam:
         self._inner.set_step(step)
 
     def owned_tensors(
-        self, name: str, with_state: bool
+        self, name: str, index: tuple[int, ...] = (), with_state: bool = True
     ) -> tuple[tuple[int, int], dict[str, Any]] | None:
         """(place of a matrix, its unit's tensors by kind [1, n, d, d]); None if not owned here."""
         matrix = self.names.index(name)

@@ -344,7 +344,7 @@ def meet_infinity(rank: int, ranks: int, side: int, bucket_bytes: int) -> tuple:
     with pytest.raises(FloatingPointError) as error:
         optimizer.step()
     after = held(parameters)
-    optimizer.rows_from_owners()  # the exchanges are in order, and rows and owners agree
+    optimizer.share_weights()  # the exchanges are in order, and rows and owners agree
     assert all(torch.equal(a, b) for a, b in zip(after, held(parameters), strict=True))
     assert all(x.isfinite().all() for x in after)
     give(parameters, gradients(sides, 3), frozen={bad})

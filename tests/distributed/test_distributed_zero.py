@@ -39,7 +39,7 @@ ZERO = {
     for stage in (1, 2, 3)
 }
 OFFLOAD, BF16 = "parallel.offload_optimizer=true", "parallel.precision=bf16"
-TWICE, SMALL_BANKS = "parallel.accumulation=2", "model.blocks_per_bank=1"
+TWICE, SMALL_BANKS = "parallel.accumulation=2", "model.blocks_per_bank=2"
 RUNS: dict[int, Configurations] = {
     2: {
         "1": ZERO[1],
@@ -160,7 +160,9 @@ def test_bf16_computes_with_rounded_weights_and_keeps_float32(
     }
     ours = run_all(2, directory / "bf16", configurations)
     for name in configurations.keys() - {"fsdp"}:
-        assert 0 < relative_errors(ours[name], ours["fsdp"])["model"] < 2.0**-9
+        # Each is as far from float32 as bf16 makes it, so from another at most twice as far.
+        lost = relative_errors(ours["fsdp"], single)["model"]
+        assert 0 < relative_errors(ours[name], ours["fsdp"])["model"] < 2 * lost
         assert relative_errors(ours[name], single)["model"] > 100 * rounding["model"]
         for key, tensor in ours[name].tensors.items():
             if key.startswith("model.") and key.endswith((".R", ".M")):
