@@ -24,7 +24,9 @@ from ledger import LOOKAHEAD_STEP, Ledger
 from roofline import IMAGENET, figures, table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lipnext_scale.checkpoint import CheckpointWriter
 from lipnext_scale.config.recipe import Recipe, load_recipe
@@ -136,6 +138,18 @@ def take(what: str, trainer: DatalessTrainer, ledger: Ledger) -> None:
         trainer.train_step(trainer.batch(last_of_epoch=what == "retraction"))
 
 
+def with_real_numbers(owner: Any, method: str) -> None:
+    """Let a method make real tensors: those of a mesh have numbers, those on `meta` no memory."""
+    function = getattr(owner, method)
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    outside.real = True  # type: ignore[attr-defined]
+    setattr(owner, method, outside)
+
+
 class FakeTensors(FakeTensorMode):
     """torch.tensor(…, device="cuda") makes a tensor on the host and copies it."""
 
@@ -154,6 +168,8 @@ def install(ledger: Ledger) -> None:
         return value
 
     FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
+    if not getattr(DeviceMesh.__getitem__, "real", False):
+        with_real_numbers(DeviceMesh, "__getitem__")
     if FakeTensor not in _foreach_supported_types:  # or NAdam would go tensor by tensor, as on a CPU
         _foreach_supported_types.append(FakeTensor)
 
@@ -164,7 +180,8 @@ def run(walk: Walk) -> tuple[Ledger, dict[str, Any]]:
     ledger = Ledger()
     install(ledger)
     with fake_group(0, walk.ranks):
-        engine = build_engine(recipe.parallel, "cuda", walk.per_node)  # its mesh has real numbers
+        engine = build_engine(recipe.parallel, "cuda", walk.per_node)
+        with_real_numbers(engine, "build_on_meta")
         with FakeTensors(allow_non_fake_inputs=True), ledger:
             trainer = DatalessTrainer(recipe, engine)
             trainer.train_step(trainer.batch())  # the first one also makes the optimizers' state
