@@ -68,15 +68,15 @@ def _flops(rows: list[Row]) -> Counter[str]:
 
 
 def _square_products(rows: list[Row], width: int) -> Counter[str]:
-    """Products of width × width matrices by precision and by phase.
+    """Products of width × width matrices.
 
-    In the passes they are those of M and R with each other; in the manifold step, all its products.
+    passes: forward and backward, where they are those of M and R with each other. fp32: anywhere.
     """
-    count: Counter[str] = Counter()
+    count = Counter({"passes": 0, "fp32": 0})
     for row in rows:
-        if row.squares and row.side == width:
-            count[row.precision] += row.squares
-            count[row.phase] += row.squares
+        if row.side == width:
+            count["fp32"] += row.squares if row.precision == "fp32" else 0
+            count["passes"] += row.squares if row.phase in ("forward", "backward") else 0
     return count
 
 

@@ -6,18 +6,27 @@
 
 Tensors are fake: shapes, types and devices without numbers. The process group is fake: one rank of
 any number. All else is the package's own code, from the configuration to the optimizers.
+
+DDP's reducer is C++ and looks at memory. Its first step can be walked, with gradients summed in
+bf16, which our own hook does. In float32 it expects a tensor of the fake group's work; before the
+second step it puts gradients into new buckets by their addresses.
+
+ZeRO is not walked. DeepSpeed's start asks the driver itself for NVTX, the device's properties and
+memory statistics, and casts modules by `Module.to`, which cannot swap fake parameters. With these
+replaced it got as far as its optimizers; our part then compares addresses (`ClientOptimizer.step`).
 """
 
 import argparse
 import json
 import sys
+import traceback
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import device
+import absent_cuda
 import numpy as np
 import torch
 from ledger import LOOKAHEAD_STEP, Ledger
@@ -25,13 +34,14 @@ from roofline import IMAGENET, figures, table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import distributed
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lipnext_scale.checkpoint import CheckpointWriter
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import Batch, TestBatch
-from lipnext_scale.distributed import Engine, FSDPEngine, build_engine
+from lipnext_scale.distributed import DDPEngine, Engine, FSDPEngine, build_engine
 from lipnext_scale.distributed.engine import checksums
 from lipnext_scale.distributed.processes import fake_group
 from lipnext_scale.observe import Observer
@@ -158,7 +168,7 @@ class FakeTensors(FakeTensorMode):
 
 def install(ledger: Ledger) -> None:
     """Let this process's torch tell the ledger of waits, and take fake tensors for real ones."""
-    device.install(lambda name: ledger.note("wait", name))
+    absent_cuda.install(lambda name: ledger.note("wait", name))
 
     def tolist(tensor: Tensor) -> Any:
         """One transfer; torch's own for fake tensors reads each number by itself."""
@@ -168,10 +178,11 @@ def install(ledger: Ledger) -> None:
         return value
 
     FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
+    distributed._verify_param_shape_across_processes = lambda *_: None  # DDP's, by their memory
     if not getattr(DeviceMesh.__getitem__, "real", False):
         with_real_numbers(DeviceMesh, "__getitem__")
-    if FakeTensor not in _foreach_supported_types:  # or NAdam would go tensor by tensor, as on a CPU
-        _foreach_supported_types.append(FakeTensor)
+    if FakeTensor not in _foreach_supported_types:
+        _foreach_supported_types.append(FakeTensor)  # else NAdam goes tensor by tensor
 
 
 def run(walk: Walk) -> tuple[Ledger, dict[str, Any]]:
@@ -184,7 +195,9 @@ def run(walk: Walk) -> tuple[Ledger, dict[str, Any]]:
         with_real_numbers(engine, "build_on_meta")
         with FakeTensors(allow_non_fake_inputs=True), ledger:
             trainer = DatalessTrainer(recipe, engine)
-            trainer.train_step(trainer.batch())  # the first one also makes the optimizers' state
+            trainer.optimizers.initialise_state()
+            if not isinstance(engine, DDPEngine):  # whose second step cannot be walked
+                trainer.train_step(trainer.batch())
             trainer.name_phases(ledger)
             ledger.rows.clear()
             with ledger.during("step"):
@@ -201,8 +214,8 @@ def outcome(walk: Walk) -> dict[str, Any]:
     """Its figures; or why it could not be walked."""
     try:
         return run(walk)[1]
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    except Exception:
+        return {"error": traceback.format_exc()}
 
 
 def main() -> None:
