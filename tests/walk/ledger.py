@@ -1,0 +1,288 @@
+"""Writes down every operator on the device: what it is, where it is called, what it costs.
+
+    product      a matrix product: FLOPs in the precision of its operands
+    kernel       any other operator, ours (`lipnext::`) too: a launch and its bytes
+    collective   the bytes of the whole tensor, on however many ranks it is
+    copy         between host and device, while the host goes on
+    wait         the host waits for the device
+
+Fake tensors have no values: where the host reads one, `answer` makes it up.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lipnext_scale
+
+PACKAGE = str(Path(lipnext_scale.__file__).parent) + "/"
+BLOCKS = "models/fused.py"  # what blocks do passes through it, forward and backward
+
+# Left and right operand by argument name, and what the product is added to.
+PRODUCTS = {
+    "mm": ("self", "mat2", None),
+    "bmm": ("self", "mat2", None),
+    "addmm": ("mat1", "mat2", "self"),
+    "addmm_": ("mat1", "mat2", "self"),
+    "_addmm_activation": ("mat1", "mat2", "self"),
+    "baddbmm": ("batch1", "batch2", "self"),
+    "baddbmm_": ("batch1", "batch2", "self"),
+}
+COLLECTIVES = ("c10d", "_c10d_functional")
+# Memory, views of it and bookkeeping: nothing is launched.
+NO_LAUNCH = {
+    "_pin_memory",
+    "_unsafe_view",
+    "alias",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "is_pinned",
+    "lift_fresh",
+    "new_empty",
+    "new_empty_strided",
+    "record_stream",
+    "resize_",
+    "set_",
+    "wait_tensor",
+}
+COPIES = {"_to_copy", "copy_", "_foreach_copy_"}
+# Their result has other numbers than what they are given to write into.
+WRITE_ONLY = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_"}
+# Dear, and without a FLOP count here: a step that has one of them is named, not priced.
+UNPRICED = {"linalg_matrix_exp", "_linalg_svd", "linalg_qr", "_linalg_eigh"}
+
+
+@dataclass(frozen=True)
+class Row:
+    kind: str
+    phase: str
+    name: str
+    place: str  # in the package
+    in_block: bool
+    flops: int = 0
+    precision: str = ""
+    read: int = 0
+    written: int = 0
+    squares: int = 0  # products of square matrices of one size: how many
+    side: int = 0  # and their size
+
+    @property
+    def bytes(self) -> int:
+        return self.read + self.written
+
+
+@dataclass(frozen=True)
+class Place:
+    """The innermost line of the package that is running."""
+
+    line: str = "?"
+    function: str = "?"
+    in_block: bool = False
+
+    @classmethod
+    def here(cls) -> "Place":
+        line = function = "?"
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(PACKAGE):
+                inside = file.removeprefix(PACKAGE)
+                if line == "?":
+                    line = f"{inside}:{frame.f_lineno}"
+                if function[0] in "?<":  # nothing yet, or <genexpr> and the like
+                    function = frame.f_code.co_name
+                if inside == BLOCKS:
+                    return cls(line, function, True)
+            frame = frame.f_back
+        return cls(line, function)
+
+
+# --------------------------------------------------------------------------------------------------
+# Values for what the host reads: a training that goes well.
+
+ORDINARY_STEP, LOOKAHEAD_STEP = 5, 6  # of the paper's settings
+# By the function that reads. 1e-3 is what a matrix drifts in an epoch at most; words of the row
+# layout's owners are 0 where nothing failed.
+FLOATS = {"require_orthogonal": 1e-6, "polar_retract": 1e-3, "finish_to_shards": 0.0}
+FALSE_IN = {"polar_retract"}  # "is any matrix far from O(d)?"; elsewhere "are all finite?"
+# ‖Δ‖_F, and all other numbers: orders 3 and 4 of the exponential, which cost alike.
+USUAL = 0.5
+
+
+def answer(function: str, dtype: torch.dtype) -> bool | int | float:
+    """What the host finds in a number on the device."""
+    if dtype == torch.bool:
+        return function not in FALSE_IN
+    return FLOATS.get(function, USUAL) if dtype.is_floating_point else 0
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+class Ledger(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Row] = []
+        self.phase = "build"
+        self.step = ORDINARY_STEP  # what counters on the host say
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def name_phase(self, phase: str, owner: Any, method: str) -> None:
+        """All that a method of an object does, with what it calls, is of this phase."""
+        function: Callable[..., Any] = getattr(owner, method)
+
+        def named(*args: Any, **kwargs: Any) -> Any:
+            with self.during(phase):
+                return function(*args, **kwargs)
+
+        setattr(owner, method, named)
+
+    def note(self, kind: str, name: str, place: Place | None = None, **figures: Any) -> None:
+        place = place or Place.here()
+        self.rows.append(Row(kind, self.phase, name, place.line, place.in_block, **figures))
+
+    def read_values(self, tensor: Tensor, name: str = "item") -> bool | int | float:
+        """The host reads a tensor; the value that all its entries are taken to have."""
+        place = Place.here()
+        if tensor.device.type != "cuda":
+            return self.step if tensor.dtype != torch.bool else True
+        self.note("wait", name, place, read=_size(tensor))
+        return answer(place.function, tensor.dtype)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with the rank's own tensors
+        namespace, name = func._schema.name.split("::")
+        if name == "_local_scalar_dense":
+            return self.read_values(args[0])
+        named = _by_name(func, args, kwargs)
+        if name in PRODUCTS:
+            out = _product_of(func, named) if "dtype" in func._overloadname else None
+            out = func(*args, **kwargs) if out is None else out
+            if out.device.type == "cuda":
+                self.note("product", name, **_product_figures(name, named, out))
+            return out
+        out = func(*args, **kwargs)
+        tensors, made = _tensors(list(named.values())), _tensors(out)
+        devices = {tensor.device.type for tensor in tensors + made}
+        if "cuda" not in devices or func.is_view or name in NO_LAUNCH or namespace == "prim":
+            return out
+        if name in COPIES and "cpu" in devices:
+            self._note_copy(name, named, tensors)
+        elif namespace in COLLECTIVES:
+            whole = max(sum(map(_size, _tensors(value))) for value in named.values())
+            self.note("collective", name, read=whole)
+        else:
+            shown = name if namespace == "aten" else f"{namespace}::{name}"
+            read, written = _traffic(func, named, made)
+            self.note("kernel", shown, read=read, written=written)
+        return out
+
+    def _note_copy(self, name: str, named: dict[str, Any], tensors: list[Tensor]) -> None:
+        source = tensors[-1]  # of (to, from), or alone
+        way = "to host" if source.device.type == "cuda" else "to device"
+        kind = "copy" if named.get("non_blocking") else "wait"
+        self.note(kind, f"copy {way}", read=_size(source))
+
+
+# --------------------------------------------------------------------------------------------------
+# What an operator costs.
+
+
+def _by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _size_read(tensor: Tensor) -> int:
+    """What is expanded is read once."""
+    numbers = 1
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numbers *= length if stride else 1
+    return numbers * tensor.element_size()
+
+
+def _product_of(func: Any, named: dict[str, Any]) -> Tensor:
+    """The result of an overload with a type of its own; torch's fake ones are not all right."""
+    if named.get("out") is not None:
+        return named["out"]
+    left, right = (named[key] for key in PRODUCTS[func._schema.name.split("::")[1]][:2])
+    return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=named["out_dtype"])
+
+
+def _product_figures(name: str, named: dict[str, Any], out: Tensor) -> dict[str, Any]:
+    left_name, right_name, added_name = PRODUCTS[name]
+    left, right = named[left_name], named[right_name]
+    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    matrices = left.numel() // max(1, rows * inner)
+    read = _size_read(left) + _size_read(right)
+    if added_name and named.get("beta", 1) != 0:
+        read += _size_read(named[added_name])
+    figures = {"flops": 2 * matrices * rows * inner * columns, "precision": _precision(left)}
+    if rows == inner == columns:
+        figures |= {"squares": matrices, "side": rows}
+    return figures | {"read": read, "written": _size(out)}
+
+
+def _precision(operand: Tensor) -> str:
+    if operand.dtype == torch.float32:
+        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+    return {torch.bfloat16: "bf16", torch.float64: "fp64"}[operand.dtype]
+
+
+def _traffic(func: Any, named: dict[str, Any], made: list[Tensor]) -> tuple[int, int]:
+    """(bytes read, bytes written); an argument that is changed in place is both."""
+    name = func._schema.name.split("::")[1]
+    if name == "all_gather_copy_in":  # FSDP's: into its part of a buffer, which is not read
+        moved = sum(map(_size, _tensors(named["all_gather_inputs"])))
+        return moved, moved
+    read, written, changes = 0, 0, False
+    shape_only = name.endswith("_like") or name.startswith("new_")
+    for argument in func._schema.arguments:
+        tensors = _tensors(named.get(argument.name))
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changes = True
+            written += sum(map(_size, tensors))
+            if argument.is_out or name in WRITE_ONLY:
+                continue
+        if not shape_only:
+            read += sum(map(_size_read, tensors))
+    # A custom operator may change some tensors and make others; aten returns what it changes.
+    if not changes or not func._schema.name.startswith("aten::"):
+        written += sum(_size(t) for t in made if not any(t is s for s in _changed(func, named)))
+    return read, written
+
+
+def _changed(func: Any, named: dict[str, Any]) -> list[Tensor]:
+    writes = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    return _tensors([named.get(name) for name in writes])

@@ -1,0 +1,252 @@
+"""Budgets of a step, found by walking it on GPUs that are not there (walk.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import guard
+import pytest
+import torch
+from ledger import Ledger, Row
+from roofline import BYTES_PER_SECOND, FLOPS_PER_SECOND, seconds
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lipnext_scale.config.recipe import load_recipe
+from lipnext_scale.distributed.estimate import estimate_of_rank
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["model.depth=8", "model.width=1024", "model.blocks_per_bank=4"]
+ROW = "parallel.weight_layout=row"
+
+
+def small(*settings: str, **others: Any) -> dict[str, Any]:
+    return {"settings": [*SMALL, *settings], **others}
+
+
+SMALL_WALKS = {
+    "bank": small(),
+    "row": small(ROW),
+    "HSDP": small(nodes=2),
+    "accumulated": small("parallel.accumulation=2"),
+    "recomputed": small("parallel.recompute_activations=true"),
+    "retraction": small(what="retraction"),
+    "evaluation": small(what="evaluation"),
+    "checkpoint": small(what="checkpoint"),
+    "DDP": small("parallel.engine=ddp", "parallel.reduce_precision=bf16"),
+}
+MORE_WALKS = {
+    "HSDP, row": small(ROW, nodes=2),
+    "resharded": small("parallel.reshard_after_forward=true"),
+    "Lookahead": small(what="lookahead"),
+    "logged": small(what="logged"),
+    "retraction, row": small(ROW, what="retraction"),
+    "evaluation, row": small(ROW, what="evaluation"),
+    "checkpoint, row": small(ROW, what="checkpoint"),
+    "one GPU": small("parallel.engine=single", per_node=1),
+    "1B on 1×8": {"config": "imagenet_1b"},
+    "1B on 2×8": {"config": "imagenet_1b", "nodes": 2},
+    "2B on 1×8": {"config": "imagenet_2b"},
+    "2B on 2×8": {"config": "imagenet_2b", "nodes": 2},
+    "1B on 1×8, row": {"config": "imagenet_1b", "settings": [ROW]},
+    "2B on 2×8, row": {"config": "imagenet_2b", "nodes": 2, "settings": [ROW]},
+}
+
+# What a walk may find at most on rank 0, as it was on 2026-11-18: lower a number with what lowers
+# it. Elementwise: everything but matrix products.
+#
+#   products of d×d matrices in fp32 (the manifold step's), and of M and R in the passes
+#   host waits
+#   elementwise launches, and MB, of a block's forward and backward pass
+#   elementwise bytes of the manifold step for each number of the matrices that a rank moves
+#   minutes per epoch of ImageNet at batch 256
+BUDGETS = {
+    #                  fp32  M·R waits launch     MB  bytes minutes
+    "bank":            (  8,  24,    7,  25.3,   165,  129,  0.21),
+    "row":             (  8,  24,    8,  25.3,   165,  163,  0.21),
+    "HSDP":            (  8,  24,    7,  25.3,    85,  129,  0.14),
+    "HSDP, row":       (  8,  24,    8,  25.3,    85,  163,  0.14),
+    "accumulated":     (  8,  48,    7,  50.5,   169,  129,  0.24),
+    "recomputed":      (  8,  32,    7,  37.3,   257,  129,  0.26),
+    "resharded":       (  8,  32,    7,  25.3,   165,  129,  0.22),
+    "Lookahead":       (  8,  24,    7,  25.3,   165,  149,  0.21),
+    "logged":          ( 10,  24,    7,  25.3,   165,  129,  0.22),
+    "retraction":      ( 12,  24,   11,  25.3,   165,  129,  0.23),
+    "retraction, row": ( 12,  24,   13,  25.3,   165,  163,  0.23),
+    "evaluation":      (  0,   8,    4,  12.0,   733,    0,  0.48),
+    "evaluation, row": (  0,   8,    6,  12.0,   733,    0,  0.48),
+    "checkpoint":      (  0,   0,    2,   0.0,     0,    0,  0.01),
+    "checkpoint, row": (  0,   0,    2,   0.0,     0,    0,  0.01),
+    "DDP":             ( 64,  24,    7,  25.3,   165,  129,  0.48),
+    "one GPU":         ( 64,  24,    7,  25.3,  1289,  129,  1.41),
+    "1B on 1×8":       ( 32,  96,   13,  25.3,   710,  129, 15.58),
+    "1B on 2×8":       ( 32,  96,   13,  25.3,   389,  129, 12.62),
+    "2B on 1×8":       ( 32,  96,   13,  25.3,  1043,  129, 37.79),
+    "2B on 2×8":       ( 32,  96,   13,  25.3,   589,  129, 32.07),
+    "1B on 1×8, row":  ( 32,  96,   35,  25.5,   736,  156, 15.72),
+    "2B on 2×8, row":  ( 32,  96,   35,  26.0,   643,  156, 32.35),
+}  # fmt: skip
+
+
+def figures(found: dict[str, Any]) -> tuple[float, ...]:
+    return (
+        found["square_products"]["fp32"],
+        found["square_products"]["passes"],
+        found["waits"],
+        found["launches_per_block"],
+        found["bytes_per_block"] / 1e6,
+        found["manifold_bytes_per_entry"],
+        found["minutes_per_epoch"],
+    )
+
+
+def walk_all(walks: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """In one process: starting it takes longer than a walk."""
+    if reason := guard.missing():
+        pytest.skip(reason)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "walk"), "--list"],
+        input=json.dumps(list(walks.values())),
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(walks, json.loads(done.stdout), strict=True))
+
+
+@pytest.fixture(scope="module")
+def small_walks() -> dict[str, dict[str, Any]]:
+    return walk_all(SMALL_WALKS)
+
+
+@pytest.fixture(scope="module")
+def more_walks() -> dict[str, dict[str, Any]]:
+    return walk_all(MORE_WALKS)
+
+
+def require_within_budget(name: str, found: dict[str, Any]) -> None:
+    assert "error" not in found, found["error"]
+    assert not found["unpriced"]
+    over = [have > most for have, most in zip(figures(found), BUDGETS[name], strict=True)]
+    assert not any(over), f"{figures(found)} of {BUDGETS[name]}; {found['wait_places']}"
+
+
+@pytest.mark.parametrize("name", SMALL_WALKS)
+def test_a_small_step_stays_within_its_budget(name, small_walks):
+    require_within_budget(name, small_walks[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_WALKS)
+def test_more_and_full_steps_stay_within_their_budgets(name, more_walks):
+    require_within_budget(name, more_walks[name])
+
+
+@pytest.mark.parametrize("name", ["bank", "row", "HSDP"])
+def test_the_plan_counts_what_a_step_sends(name, small_walks):
+    """Bytes sent by a rank, as `plan` says, of the tensors that the step gives to collectives."""
+    walk, sent = SMALL_WALKS[name], small_walks[name]["collective_bytes"]
+    recipe = load_recipe(str(ROOT / "configs" / "imagenet_1b.yaml"), walk["settings"])
+    nodes = walk.get("nodes", 1)
+    planned = estimate_of_rank(recipe.parallel, recipe.model, recipe.optim, 8 * nodes, 8)
+    assert sent["_allgather_base_"] * 7 / 8 == planned.all_gather
+    assert sent["_reduce_scatter_base_"] * 7 / 8 == planned.reduce_scatter
+    scalars = 8  # the gradient's norm
+    assert (sent["allreduce_"] - scalars) * 2 * (nodes - 1) / nodes == planned.all_reduce
+
+
+# The ledger itself. Without gradients fake tensors need no guard.
+
+
+def noted(function: Any) -> list[Row]:
+    with FakeTensorMode(), Ledger() as ledger:
+        function()
+    return ledger.rows
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def test_flops_of_products_in_the_precision_of_their_operands():
+    a, b = (3, 5), (5, 7)
+
+    def products() -> None:
+        half = torch.bfloat16
+        torch.mm(on_gpu(*a), on_gpu(*b))
+        torch.addmm(on_gpu(7, dtype=half), on_gpu(*a, dtype=half), on_gpu(*b, dtype=half))
+        torch.bmm(on_gpu(2, *a, dtype=half), on_gpu(2, *b, dtype=half), out_dtype=torch.float32)
+        torch.mm(on_gpu(*a, dtype=half), on_gpu(*b, dtype=half), out_dtype=torch.float32)
+        added = torch.baddbmm(
+            on_gpu(2, 3, 7),
+            on_gpu(2, *a, dtype=half),
+            on_gpu(2, *b, dtype=half),
+            out_dtype=torch.float32,
+        )
+        assert added.shape == (2, 3, 7) and added.dtype == torch.float32
+        torch.baddbmm(added, on_gpu(2, *a), on_gpu(2, *b), beta=0, out=added)
+
+    rows, one = noted(products), 2 * 3 * 5 * 7
+    expected = ["fp32", "bf16", "bf16", "bf16", "bf16", "fp32"]
+    assert [row.precision for row in rows] == expected
+    assert [row.flops for row in rows] == [one, one, 2 * one, one, 2 * one, 2 * one]
+    assert rows[4].read == 2 * 2 * (15 + 35) + 2 * 21 * 4 and rows[4].written == 2 * 21 * 4
+    assert rows[5].read == 2 * 4 * (15 + 35)  # nothing is added
+
+
+def test_bytes_of_kernels_ours_too():
+    @torch.library.custom_op("lipnext::walked", mutates_args=("changed",))
+    def walked(read: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(read)
+
+    @walked.register_fake
+    def _(read: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(read)
+
+    def kernels() -> None:
+        x, y = on_gpu(4, 8), on_gpu(8)
+        x.add_(y)  # y is expanded, and read once
+        torch.neg(x.clone(), out=torch.empty_like(x))
+        x.narrow(0, 0, 2).zero_()
+        walked(y, x)
+
+    rows = [(row.name, row.read, row.written) for row in noted(kernels)]
+    assert rows == [
+        ("add_", 128 + 32, 128),
+        ("clone", 128, 128),
+        ("neg", 128, 128),
+        ("zero_", 0, 64),
+        ("lipnext::walked", 32 + 128, 128 + 32),
+    ]
+
+
+def test_waits_of_the_host():
+    def reads() -> None:
+        x = on_gpu(3)
+        bool(torch.isfinite(x).all())
+        x.cpu()
+        x.to("cpu", non_blocking=True)
+        torch.empty(3).to("cuda:0")
+        x.sum().item()
+
+    kinds = [(row.kind, row.name) for row in noted(reads) if row.kind in ("wait", "copy")]
+    assert kinds == [
+        ("wait", "item"),
+        ("wait", "copy to host"),
+        ("copy", "copy to host"),
+        ("wait", "copy to device"),
+        ("wait", "item"),
+    ]
+
+
+def test_a_time_is_that_of_arithmetic_or_of_memory():
+    product = Row("product", "", "mm", "", False, flops=10**15, precision="bf16", read=8)
+    kernel = Row("kernel", "", "add", "", False, read=10**9, written=10**9)
+    wait = Row("wait", "", "item", "", False, read=10**9)
+    expected = 1e15 / FLOPS_PER_SECOND["bf16"] + 2e9 / BYTES_PER_SECOND
+    assert seconds([product, kernel, wait]) == pytest.approx(expected)
