@@ -19,20 +19,19 @@ import torch
 from lipnext_scale import attacks
 from lipnext_scale.attacks import INSIDE, KEPT, METHODS, Attacker, AttackSettings
 from lipnext_scale.certification import Certifier
-from lipnext_scale.certification.certificate import parse_radii, write_json
-from lipnext_scale.certification.radius import PROOF
-from lipnext_scale.certification.report import ATTACKED, refresh_report
-from lipnext_scale.certification.target import (
+from lipnext_scale.certification.certificate import (
     Arrays,
     EvaluationTarget,
     add_arguments,
     map_test_set,
     open_target,
+    parse_radii,
     shared_blocks,
     write_arrays,
+    write_json,
     writing,
 )
-from lipnext_scale.config.run_directory import RunDirectory
+from lipnext_scale.certification.report import ATTACKED, refresh_report
 from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.utils.config import as_float
 from lipnext_scale.utils.cpu import keep_freed_memory
@@ -58,8 +57,8 @@ def main(argv: list[str] | None = None) -> None:
             assumption = f"K = {certifier.lipschitz_bound:g} is assumed, not proven"
             print(f"NO CERTIFICATE: {assumption}; all radii here are an experiment", flush=True)
         work = partial(attacks.attack_batch, Attacker(certifier, settings), inside, epsilons)
-        what = [PROOF, repr(about), repr(epsilons)]
-        results = map_test_set(target.test, target.out, what, work, processes, "attack", samples)
+        what = [repr(about), repr(epsilons)]
+        results = map_test_set(target, "attack", what, work, processes, samples)
         processes.on_rank0(lambda: _report(target, certifier, results, epsilons, about))
     finally:
         processes.close()
@@ -136,21 +135,26 @@ def _report(
 ) -> None:
     """Write and print; a violation is a failure once all is written."""
     found = attacks.attack_json(results, epsilons, about, target.test.sample_name)
-    with writing(target.out):
+    with writing(target.out.path):
         written = _write(target, certifier, results, found)
     print(f"attack of {target.path} on {target.data}")
     print(attacks.attack_table(found))
     print("written: " + ", ".join(str(path) for path in written), flush=True)
-    if (message := attacks.failure(found)) is not None:
+    if found["violations"]:
+        first = found["violations"][0]
         assumed = f"; K = {certifier.lipschitz_bound:g} was assumed" if certifier.assumed else ""
-        raise RunFailed(message + assumed)
+        raise RunFailed(
+            f"samples that change inside their radius: {len(found['violations'])}; "
+            f"{first['name']}: radius {first['radius']:.9g}, label {first['label_before']} becomes "
+            f"{first['label_after']} at {first['distance']:.9g}{assumed}"
+        )
 
 
 def _write(
     target: EvaluationTarget, certifier: Certifier, results: Arrays, found: dict[str, Any]
 ) -> list[Path]:
     """attack.json first: pictures take a while. No file of an earlier attack stays beside it."""
-    out = RunDirectory(target.out)
+    out = target.out
     violations, attacked = out.path / "violations.npz", out.path / ATTACKED
     for path in (violations, attacked):
         path.unlink(missing_ok=True)
@@ -162,8 +166,10 @@ def _write(
     if certifier.assumed:  # its radii are no certificate to show examples of
         return written
     attacker = Attacker(certifier, AttackSettings(("apgd",), restarts=1))
-    write_arrays(attacked, attacks.examples(attacker, results, target.test.image))
-    return [*written, attacked, *refresh_report(out, target.test)]
+    if pictures := attacks.examples(attacker, results, target.test.image):
+        write_arrays(attacked, pictures)
+        written.append(attacked)
+    return [*written, *refresh_report(out, target.test)]
 
 
 if __name__ == "__main__":

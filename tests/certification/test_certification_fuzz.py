@@ -169,7 +169,7 @@ def tightness(case: Case) -> np.ndarray:
     exact = exact_features(case.model, case.exact_images, exact_pixels)
     n = torch.from_numpy(norm(exact_pixels(case.exact_images) - 0.5).astype(np.float64))
     with case, torch.no_grad():
-        rounding = Certifier(case.model)._known.rounding
+        rounding = Certifier(case.model).rounding
         computed = case.model.features(case.images)
     error = norm(extended(computed) - exact)
     bound = rounding.error.at(n).numpy()
@@ -204,7 +204,7 @@ def attacked(case: Case) -> int:
         assert (exact == labels.numpy())[inside].all(), "the exact label changes"
         change = norm(exact_features(case.model, moved) - exact_features(case.model, case.images))
         bound = certifier.lipschitz_bound * norm(extended(moved) - extended(case.images))
-        noise = certifier._known.rounding.error.at(torch.tensor(1e3)).item() * REFERENCE
+        noise = certifier.rounding.error.at(torch.tensor(1e3)).item() * REFERENCE
         assert (change <= bound + noise).all(), "K is too small"
     return int((radii > 0).sum())
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipnext_scale.certification import lipschitz_bound, spectral_norm_bound
-from lipnext_scale.certification.bounds import gram_bound
+from lipnext_scale.certification.certifier import gram_bound
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.utils.errors import UserError

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipnext_scale.certification import Certifier, SampleResults, certified_radii
-from lipnext_scale.certification.certificate import wilson_interval
-from lipnext_scale.certification.radius import FURTHEST
+from lipnext_scale.certification import Certifier, certified_radii
+from lipnext_scale.certification.certificate import SampleResults, wilson_interval
+from lipnext_scale.certification.certifier import FURTHEST
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.utils.errors import UserError
 
