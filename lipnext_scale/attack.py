@@ -11,7 +11,6 @@ import argparse
 import math
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,9 +133,24 @@ def _report(
     about: dict[str, Any],
 ) -> None:
     """Write and print; a violation is a failure once all is written."""
-    found = attacks.attack_json(results, epsilons, about, target.test.sample_name)
-    with writing(target.out.path):
-        written = _write(target, certifier, results, found)
+    out, test = target.out, target.test
+    found = attacks.attack_json(results, epsilons, about, test.sample_name)
+    violations, attacked = out.path / "violations.npz", out.path / ATTACKED
+    with writing(out.path):
+        # No file of an earlier attack stays beside attack.json, which is first: pictures take long.
+        for path in (violations, attacked):
+            path.unlink(missing_ok=True)
+        write_json(out.attack, found)
+        written = [out.attack]
+        if found["violations"]:
+            write_arrays(violations, {name: results[f"violation_{name}"] for name in KEPT})
+            written.append(violations)
+        if not certifier.assumed:  # else its radii are no certificate to show examples of
+            attacker = Attacker(certifier, AttackSettings(("apgd",), restarts=1))
+            if pictures := attacks.examples(attacker, results, test.image):
+                write_arrays(attacked, pictures)
+                written.append(attacked)
+            written += refresh_report(out, test)
     print(f"attack of {target.path} on {target.data}")
     print(attacks.attack_table(found))
     print("written: " + ", ".join(str(path) for path in written), flush=True)
@@ -148,28 +162,6 @@ def _report(
             f"{first['name']}: radius {first['radius']:.9g}, label {first['label_before']} becomes "
             f"{first['label_after']} at {first['distance']:.9g}{assumed}"
         )
-
-
-def _write(
-    target: EvaluationTarget, certifier: Certifier, results: Arrays, found: dict[str, Any]
-) -> list[Path]:
-    """attack.json first: pictures take a while. No file of an earlier attack stays beside it."""
-    out = target.out
-    violations, attacked = out.path / "violations.npz", out.path / ATTACKED
-    for path in (violations, attacked):
-        path.unlink(missing_ok=True)
-    write_json(out.attack, found)
-    written = [out.attack]
-    if found["violations"]:
-        write_arrays(violations, {name: results[f"violation_{name}"] for name in KEPT})
-        written.append(violations)
-    if certifier.assumed:  # its radii are no certificate to show examples of
-        return written
-    attacker = Attacker(certifier, AttackSettings(("apgd",), restarts=1))
-    if pictures := attacks.examples(attacker, results, target.test.image):
-        write_arrays(attacked, pictures)
-        written.append(attacked)
-    return [*written, *refresh_report(out, target.test)]
 
 
 if __name__ == "__main__":

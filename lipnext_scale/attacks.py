@@ -323,12 +323,11 @@ class Attacker:
         """One attack on each target, strictly within `limits` (float64, one each)."""
         reach = math.sqrt(targets.images[0].numel()) if clip else FURTHEST
         limits = limits.double().clamp(max=reach)
-        attacked = torch.cat(
-            [
-                self._search(method, restart, targets.only(part), limits[part], clip)
-                for part in torch.arange(len(targets), device=self.device).split(self.batch)
-            ]
-        )
+        searched = [
+            self._search(method, restart, targets.only(part), limits[part], clip)
+            for part in torch.arange(len(targets), device=self.device).split(self.batch)
+        ]
+        attacked = torch.cat(searched)
         labels = torch.cat([self.certifier(part)[0] for part in attacked.split(self.batch)])
         distances = (attacked.double() - targets.images.double()).flatten(1).norm(dim=1)
         return Points(targets, attacked, labels, distances)

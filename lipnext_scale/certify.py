@@ -13,14 +13,12 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipnext_scale.certification.certificate import (
     Arrays,
-    EvaluationTarget,
     Proof,
     SampleResults,
     add_arguments,
@@ -99,9 +97,15 @@ def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Proce
     arrays = map_test_set(target, "certify", [repr(proof)], partial(_work, radii), processes)
     if processes.rank:
         return
-    results = SampleResults(**arrays)
+    out, results = target.out, SampleResults(**arrays)
     facts = certificate(target, proof, results, epsilons)
-    written = _write(target, facts, results, arguments.json)
+    with writing(out.path):
+        write_samples(out.samples, results, target.test.sample_name)
+        written = [out.samples, *write_report(out, facts, results, target.test)]
+        # certificate.json is last: where it is, the others are too.
+        for path in (out.certificate, *([arguments.json] if arguments.json else [])):
+            write_json(path, facts)
+            written.append(path)
     title = "certificate" if facts["certified"] else f"NO CERTIFICATE ({facts['why_not']})"
     print(f"{title} of {target.path} on {target.data}")
     print(table(facts))
@@ -134,20 +138,6 @@ def _work(radii: Radii, batch: TestBatch) -> Arrays:
         "predictions": labels.cpu().numpy(),
         "radii": found.cpu().numpy(),
     }
-
-
-def _write(
-    target: EvaluationTarget, facts: dict[str, Any], results: SampleResults, copy: Path | None
-) -> list[Path]:
-    """All files; certificate.json is last, so that where it is the others are too."""
-    out, test = target.out, target.test
-    with writing(out.path):
-        write_samples(out.samples, results, test.sample_name)
-        written = [out.samples, *write_report(out, facts, results, test)]
-        for path in (out.certificate, *([copy] if copy is not None else [])):
-            write_json(path, facts)
-            written.append(path)
-    return written
 
 
 if __name__ == "__main__":

@@ -5,13 +5,6 @@ from lipnext_scale.certification.certifier import (
     certified_radii,
     lipschitz_bound,
     load_model,
-    spectral_norm_bound,
 )
 
-__all__ = [
-    "Certifier",
-    "certified_radii",
-    "lipschitz_bound",
-    "load_model",
-    "spectral_norm_bound",
-]
+__all__ = ["Certifier", "certified_radii", "lipschitz_bound", "load_model"]

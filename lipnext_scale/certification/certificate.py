@@ -153,14 +153,8 @@ def map_test_set(
     done = processes.on_rank0(finished)
     todo = [number for number in range(len(chunks)) if number not in done]
     mine = todo[processes.rank :: processes.world_size]
-    progress = Progress(
-        len(samples),
-        done=sum(len(chunks[number]) for number in done),
-        unit="image",
-        title=title,
-        log_seconds=10,
-        silent=processes.rank > 0,
-    )
+    before, silent = sum(len(chunks[number]) for number in done), processes.rank > 0
+    progress = Progress(len(samples), before, "image", title, log_seconds=10, silent=silent)
 
     def all_mine() -> None:
         batches = iter(test.in_parts([chunks[number] for number in mine]))
@@ -264,8 +258,6 @@ class SampleResults:
 
 def wilson_interval(hits: int, total: int) -> tuple[float, float]:
     """95 % confidence interval of a share, Wilson's: sound also near 0 and 1."""
-    if total == 0:
-        return 0.0, 1.0
     z = 1.959963984540054  # of 95 % of a normal distribution
     share, scale = hits / total, z**2 / total
     centre = (share + scale / 2) / (1 + scale)
@@ -293,7 +285,7 @@ def certificate(
     target: EvaluationTarget, proof: Proof, results: SampleResults, epsilons: tuple[float, ...]
 ) -> dict[str, Any]:
     """certificate.json."""
-    rounding = None
+    rounding, right = None, results.radii[results.correct]
     if proof.feature_rounding is not None:
         rounding = {"method": METHOD, "features": proof.feature_rounding}
     return {
@@ -323,7 +315,7 @@ def certificate(
         },
         "classes": _classes(results, epsilons),
         "histogram": _histogram(results),
-        "quantiles": _quantiles(results),
+        "quantiles": {str(q): float(np.quantile(right, q)) for q in QUANTILES if len(right)},
         "versions": {
             "lipnext_scale": lipnext_scale.__version__,
             "torch": torch.__version__,
@@ -357,11 +349,6 @@ def _histogram(results: SampleResults) -> dict[str, list[float]]:
     right, _ = np.histogram(radii[results.correct], edges)
     wrong, _ = np.histogram(radii[~results.correct], edges)
     return {"edges": edges.tolist(), "right": right.tolist(), "wrong": wrong.tolist()}
-
-
-def _quantiles(results: SampleResults) -> dict[str, float]:
-    right = results.radii[results.correct]
-    return {str(q): float(np.quantile(right, q)) for q in QUANTILES} if len(right) else {}
 
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:

@@ -419,9 +419,20 @@ class Certifier:
         if fingerprint(self.model) != self._seen:
             raise ValueError("the weights have changed since K was computed: make a new Certifier")
         device = self.model.head.weight.device
-        if isinstance(images, Tensor) and images.dtype == torch.uint8:
+        if images.dtype == torch.uint8:
             images = to_unit_range(images, device, self.dtype)
-        return self._certify(_checked(images, self.dtype).to(device))
+        # Refused: images for which a radius would mean something else.
+        if not images.is_floating_point():
+            raise ValueError(
+                f"images are {images.dtype}: must be uint8 or floating point in [0, 1]"
+            )
+        if torch.promote_types(images.dtype, self.dtype) != self.dtype:
+            kinds = f"images are {images.dtype}, the weights {self.dtype}"
+            raise ValueError(f"{kinds}: use model.double()")
+        # Points somewhat outside [0, 1] are legitimate (attacks); pixels up to 255 are not.
+        if images.numel() and not bool(images.abs().max() < 16):
+            raise ValueError(f"images go up to {images.abs().max():g}: this model takes [0, 1]")
+        return self._certify(images.to(device, self.dtype))
 
     @torch.no_grad()
     def _certify(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -468,19 +479,6 @@ def certified_radii(
 ) -> tuple[Tensor, Tensor]:
     """(labels, radii) of images; a `Certifier` saves measuring the weights each time."""
     return Certifier(model, lipschitz=lipschitz)(images)
-
-
-def _checked(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """Refuses images for which a radius would mean something else."""
-    if not isinstance(images, Tensor) or not images.is_floating_point():
-        kind = images.dtype if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f"images are {kind}: must be a tensor, uint8 or floating point in [0, 1]")
-    if torch.promote_types(images.dtype, dtype) != dtype:
-        raise ValueError(f"images are {images.dtype}, the weights {dtype}: use model.double()")
-    # Points somewhat outside [0, 1] are legitimate (attacks); pixels up to 255 are not.
-    if images.numel() and not bool(images.abs().max() < 16):
-        raise ValueError(f"images go up to {images.abs().max():g}: this model takes [0, 1]")
-    return images.to(dtype)
 
 
 def require_certifiable(model: LipNeXt) -> None:

@@ -38,8 +38,6 @@ PICTURES = 8  # of each kind
 # the size of ImageNet's: shrinking would average the change away.
 LARGEST_PICTURE, LARGEST_ATTACKED = 160, 256
 AMPLIFICATIONS = (1000, 500, 200, 100, 50, 20, 10, 5, 2, 1)
-# Of more classes than this the page lists only the best and the worst.
-MANY_CLASSES, LISTED_CLASSES = 50, 10
 
 
 def write_report(
@@ -127,7 +125,6 @@ class Report:
             samples=extremes(self.results),
             picture=picture,
             attacked=self.attacked_pictures(),
-            classes=class_groups(self.facts),
             command=command_of(self.facts),
         )
 
@@ -142,11 +139,13 @@ class Report:
         arrays = self.attacked or {"samples": np.zeros(0)}
         for row, sample in enumerate(arrays["samples"].tolist()):
             one = {key: array[row] for key, array in arrays.items()}
-            change, factor = amplified(one["attacked"] - one["images"])
+            change = one["attacked"] - one["images"]
+            # As large as can be without clipping it.
+            factor = next((f for f in AMPLIFICATIONS if f * np.abs(change).max() <= 0.5), 1)
             name, pictures = self.name(sample), []
             for what, pixels, below in (
                 ("original", one["images"], self.class_name(int(one["labels"]))),
-                ("change", change, f"× {factor}, on grey"),
+                ("change", 0.5 + factor * change, f"× {factor}, on grey"),
                 ("attacked", one["attacked"], self.class_name(int(one["predictions"]))),
             ):
                 pixels = np.round(255 * pixels.clip(0, 1)).astype(np.uint8).transpose(1, 2, 0)
@@ -196,11 +195,11 @@ class Report:
         for radius, share in certified.items():
             axes.plot(radius, 100 * share, "o", color=PROVEN, markersize=5)
             # Below the curve, but above the axis.
-            below = {"xytext": (-3, -4), "ha": "right", "va": "top"}
-            above = {"xytext": (3, 3), "ha": "left", "va": "bottom"}
-            place = below if share > 0.1 else above
-            at = (radius, 100 * share)
-            axes.annotate(f"{share:.1%}", at, textcoords="offset points", color=INK, **place)
+            place, ha, va = (-3, -4), "right", "top"
+            if share <= 0.1:
+                place, ha, va = (3, 3), "left", "bottom"
+            text, at = f"{share:.1%}", (radius, 100 * share)
+            axes.annotate(text, at, place, textcoords="offset points", color=INK, ha=ha, va=va)
         if self.attack is not None:
             robust = {0.0: self.attack["clean_accuracy"]}
             robust |= {float(key): one["robust"] for key, one in self.attack["radii"].items()}
@@ -246,13 +245,6 @@ def picture(image: np.ndarray, alt: str, largest: int = LARGEST_PICTURE) -> Mark
 
 def squeezed(image: np.ndarray) -> np.ndarray:
     return image.squeeze(2) if image.shape[2] == 1 else image
-
-
-def amplified(change: np.ndarray) -> tuple[np.ndarray, int]:
-    """The change on mid-grey, as large as can be without clipping it."""
-    largest = float(np.abs(change).max())
-    factor = next((f for f in AMPLIFICATIONS if f * largest <= 0.5), 1)
-    return 0.5 + factor * change, factor
 
 
 # --------------------------------------------------------------------------------------------------
@@ -341,21 +333,6 @@ def paper_table(facts: dict[str, Any], results: SampleResults) -> dict[str, Any]
     printed = [[row[key] or "–" for key in columns] for row in rows]
     heads = [f"CRA@{key}" if key in radii else key for key in columns]
     return {"data_set": data_set, "heads": heads, "rows": [own, *printed]}
-
-
-def class_groups(facts: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """All classes; of many, those with the highest and the lowest certified accuracy."""
-    classes = facts["classes"]
-    if len(classes) <= MANY_CLASSES:
-        return {f"All {len(classes)} classes": classes}
-    # Where equally many are certified at the first radius, the larger ones decide.
-    ranked = sorted(
-        classes, key=lambda one: (*one["certified"].values(), one["clean"]), reverse=True
-    )
-    return {
-        f"The {LISTED_CLASSES} best classes": ranked[:LISTED_CLASSES],
-        f"The {LISTED_CLASSES} worst classes": ranked[-LISTED_CLASSES:],
-    }
 
 
 def command_of(facts: dict[str, Any]) -> str:

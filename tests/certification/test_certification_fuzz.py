@@ -189,13 +189,10 @@ def attacked(case: Case) -> int:
     centre = exact_pixels(case.exact_images)
     reach = (radii * (1 - 1e-6)).clamp(max=8)
     for restart in range(2):
-        starts = random_starts(
-            tuple(case.images.shape[1:]), 0, torch.arange(len(labels)), restart, stream=0
-        )
-        moved = case.images + pgd(
-            case.model, case.images, labels, reach, starts.to(case.images), steps=8
-        )
-        moved = moved.detach()
+        shape, ids = tuple(case.images.shape[1:]), torch.arange(len(labels))
+        starts = random_starts(shape, 0, ids, restart, stream=0).to(case.images)
+        delta = pgd(case.model, case.images, labels, reach, starts, steps=8)
+        moved = (case.images + delta).detach()
         inside = (norm(extended(moved) - centre) <= radii.numpy()) & (radii.numpy() > 0)
         with case, torch.no_grad():
             program = case.model(moved).argmax(1).numpy()

@@ -97,7 +97,6 @@ CHANGES: dict[str, Callable[[LipNeXt], object]] = {
     "scaled": lambda model: model.groups[0].bank[1].mul_(2),
     "scaled behind torch's back": lambda model: model.groups[0].bank.data[1].mul_(2),
     "signs": lambda model: model.groups[0].bank.data[0].abs_(),
-    "negated": lambda model: model.head.weight.data[0].neg_(),
     "swapped": lambda model: model.head.weight.data.copy_(model.head.weight.data.flip(0)),
     "another function": lambda model: setattr(
         model.groups[0], "spec", replace(model.groups[0].spec, parametrisation="merged")
@@ -186,13 +185,12 @@ def test_head_rows_that_cannot_be_normalised_are_refused() -> None:
         (torch.rand(2, 1, 8, 8) * 255, "this model takes"),
         (torch.full((2, 1, 8, 8), float("nan")), "nan"),
         (torch.randint(0, 255, (2, 1, 8, 8)), "int64"),
-        (torch.rand(2, 1, 8, 8).numpy(), "ndarray"),
         (torch.rand(2, 1, 9, 9), r"\[N, 1, 8, 8\]"),
         (torch.rand(0, 1, 8, 8), "there are none"),
         (torch.rand(2, 1, 8, 8).double(), "float64"),
     ],
 )
-def test_images_that_would_mean_something_else_are_refused(images: object, said: str) -> None:
+def test_images_that_would_mean_something_else_are_refused(images: torch.Tensor, said: str) -> None:
     """Pixels up to 255, not finite, of another type, size or precision: each by its name."""
     model = LipNeXt(LipNeXtConfig(2, 16, 8, 2, 1, 5), seed=0)
     with pytest.raises(ValueError, match=said):

@@ -161,9 +161,7 @@ def test_both_ends_of_a_radius_lose_their_rounding() -> None:
     for offset, slope in ((0.0, 0.0), (1e-3, 0.0), (0.0, 1e-3), (1e-3, 1e-2)):
         certifier.rounding = replace(certifier.rounding, error=Affine(offset, slope))
         labels, radii = certifier(images)
-        with torch.no_grad():
-            logits = model(images)
-        rows = model.head.normalized_weight()
+        logits, rows = model(images), model.head.normalized_weight()
         for i, (label, radius) in enumerate(zip(labels.tolist(), radii.tolist(), strict=True)):
             if radius == 0:
                 continue
