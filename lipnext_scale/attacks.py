@@ -225,7 +225,7 @@ class _StepLengths:
 
 
 # --------------------------------------------------------------------------------------------------
-# Attacks on a certified model: the search runs in float32, the certifier judges what it finds.
+# Attacks on a certified model: the search runs in float32, the certifier decides.
 
 METHODS = {"pgd": pgd, "apgd": apgd}
 # Without clipping no search goes further: a certifier refuses pixels that are far outside [0, 1].
@@ -285,7 +285,7 @@ class Points:
 
     @property
     def violated(self) -> Tensor:
-        """Another label inside the radius: the certificate is wrong. A radius of 0 claims none."""
+        """Another label inside the radius: the certificate is wrong. A radius of 0 has none."""
         radii = self.targets.radii
         return self.changed & (self.distances * (1 + ROUNDING) <= radii) & (radii > 0)
 
@@ -374,8 +374,8 @@ SMALLEST_SEARCH = 1 / 255
 def hunt(attacker: Attacker, targets: Targets, inside: float = INSIDE) -> list[Points]:
     """Attack each target at `inside` of its radius with everything; returns the violations.
 
-    Not clipped to [0, 1]: the certificate covers the whole ball. A radius of 0 claims nothing, so
-    it is not attacked.
+    Not clipped to [0, 1]: the certificate covers the whole ball. A radius of 0 certifies nothing,
+    so it is not attacked.
     """
     targets, violations = targets.only(targets.radii > 0), []
     for method, restart in attacker.settings.attacks if len(targets) else []:

@@ -103,7 +103,7 @@ def _data_config(arguments: argparse.Namespace, path: Path, run: RunDirectory | 
 
 
 def weights_digest(model: LipNeXt) -> str:
-    """Of the numbers of the network, in whatever file they are."""
+    """The same for a run, a checkpoint and an export of the same numbers."""
     digest = hashlib.sha256(repr(model.config).encode())
     for name, tensor in sorted(stable_parameters(model).items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())

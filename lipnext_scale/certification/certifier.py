@@ -93,10 +93,11 @@ def gamma(terms: int, unit: float = UNIT_ROUNDOFF) -> float:
 
 def frobenius_above(numbers: Tensor) -> float:
     """The root of the sum of squares, raised by what that sum, in any order, can have lost."""
+    numbers = numbers.double()
     if not numbers.any():
         return 0.0
-    norm = torch.linalg.vector_norm(numbers.double()).item() * (1 + gamma(numbers.numel() + 8))
-    return norm + math.sqrt(2 * numbers.numel() * torch.finfo(torch.float64).smallest_normal)
+    norm = torch.linalg.vector_norm(numbers).item() * (1 + gamma(numbers.numel() + 8))
+    return norm + math.sqrt(2 * numbers.numel() * torch.finfo(numbers.dtype).smallest_normal)
 
 
 def above(value: float) -> float:
@@ -342,7 +343,7 @@ def _smallest_ratio(margins: Tensor, distances: Tensor, top: Tensor) -> Tensor:
 def nominal_radii(logits: Tensor, normalized_weight: Tensor) -> tuple[Tensor, Tensor]:
     """(predicted labels, radii) as if K were 1 and the logits exact: a quick look, no certificate.
 
-    For training runs, in whatever precision they compute.
+    For training runs, in their own precision.
     """
     top = logits.argmax(1, keepdim=True)
     margins = logits.gather(1, top) - logits
@@ -392,6 +393,8 @@ class Certifier:
         require_certifiable(model)
         self.model, self.dtype = model.eval(), model.head.weight.dtype
         blocks = blocks or measure_blocks(model)
+        if len(blocks) != model.config.depth:
+            raise ValueError(f"facts of {len(blocks)} blocks: the model has {model.config.depth}")
         proven = network_bound(blocks)
         self.assumed = lipschitz is not None
         self.lipschitz_bound = proven if lipschitz is None else lipschitz
@@ -423,13 +426,11 @@ class Certifier:
             images = to_unit_range(images, device, self.dtype)
         # Refused: images for which a radius would mean something else.
         if not images.is_floating_point():
-            raise ValueError(
-                f"images are {images.dtype}: must be uint8 or floating point in [0, 1]"
-            )
+            raise ValueError(f"images are {images.dtype}: must be uint8 or float in [0, 1]")
         if torch.promote_types(images.dtype, self.dtype) != self.dtype:
             kinds = f"images are {images.dtype}, the weights {self.dtype}"
             raise ValueError(f"{kinds}: use model.double()")
-        # Points somewhat outside [0, 1] are legitimate (attacks); pixels up to 255 are not.
+        # Attacks may leave [0, 1] by a little; pixels up to 255 are a mistake.
         if images.numel() and not bool(images.abs().max() < 16):
             raise ValueError(f"images go up to {images.abs().max():g}: this model takes [0, 1]")
         return self._certify(images.to(device, self.dtype))
