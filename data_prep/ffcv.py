@@ -33,7 +33,7 @@ from data_prep.common import (
 )
 from lipnext_scale import __version__
 from lipnext_scale.data.catalog import open_catalog
-from lipnext_scale.data.decode import BadSample
+from lipnext_scale.data.decode import BadSample, decode
 from lipnext_scale.data.index import (
     KINDS,
     ShardEntry,
@@ -76,7 +76,7 @@ class Decoded:
         np.random.seed(number)
         try:
             encoded, record = self.store.read(number)
-            return self.store.decode(encoded, record, 3), record.label
+            return decode(encoded, record, 3), record.label
         except (BadSample, OSError) as error:
             raise UserError(f"{self.store.name(number)} {error}") from None
 
@@ -92,13 +92,7 @@ def written_sizes(samples: Decoded, longest: int) -> np.ndarray:
     for i in np.flatnonzero(sizes.min(1) == 0).tolist():  # no index has them
         sizes[i] = samples[i][0].shape[:2]
     scale = np.minimum(1, longest / sizes.max(1, keepdims=True))
-    sizes = np.where(scale < 1, (sizes * scale).astype(np.int64), sizes)
-    if sizes.min() < 1:
-        bad = int(np.argmin(sizes.min(1)))
-        height, width = sizes[bad].tolist()
-        name = samples.store.name(bad)
-        raise UserError(f"{name} would have {height}×{width} pixels; FFCV takes 1 or more a side")
-    return sizes
+    return np.where(scale < 1, (sizes * scale).astype(np.int64), sizes)
 
 
 class Chunks:
@@ -168,29 +162,25 @@ def convert(pattern: str, out: Path, field: dict[str, Any], workers: int, dry_ru
         print(f"{free_bytes(out):,} are free; nothing was written (--dry-run)")
         return
     require_space(out, needed)
-    page = max(SMALLEST_PAGE, 1 << (int(raw.max()) - 1).bit_length())  # a power of two
-    with writing(f"--out {out}"):
-        _write(samples, out, field, page, min(workers, len(samples)))
-
-
-def _write(samples: Decoded, out: Path, field: dict[str, Any], page: int, workers: int) -> None:
     from ffcv.fields import IntField, RGBImageField
     from ffcv.writer import DatasetWriter
 
-    out.parent.mkdir(parents=True, exist_ok=True)
+    page = max(SMALLEST_PAGE, 1 << (int(raw.max()) - 1).bit_length())  # a power of two
     fields = {"image": RGBImageField(**field), "label": IntField()}
-    with atomic_file(out) as file:  # FFCV writes it by its name
-        writer = DatasetWriter(file.name, fields, page_size=page, num_workers=workers)
-        write_beton(writer, samples, workers, out.name)
-        records = beton_records(Path(file.name))
-        assert np.array_equal(records["label"], samples.column("label")[:, 0]), "another order"
-        # An index that is there describes the file which is about to go.
-        index_paths(out.parent, set_name(out.name))[0].unlink(missing_ok=True)
     names = {tuple(shard.classes) for shard in samples.store.catalog.shards}
     classes = names.pop() if len(names) == 1 else ()
     source = {"fingerprint": samples.store.catalog.fingerprint()}
     versions = {"ffcv": version("ffcv"), "opencv": cv2.__version__}
-    write_beton_index(out, records, classes, source, field | versions)
+    with writing(f"--out {out}"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(out) as file:  # FFCV writes it by its name
+            writer = DatasetWriter(file.name, fields, page_size=page, num_workers=workers)
+            write_beton(writer, samples, min(workers, len(samples)), out.name)
+            records = beton_records(Path(file.name))
+            assert np.array_equal(records["label"], samples.column("label")[:, 0]), "another order"
+            # An index that is there describes the file which is about to go.
+            index_paths(out.parent, set_name(out.name))[0].unlink(missing_ok=True)
+        write_beton_index(out, records, classes, source, field | versions)
 
 
 def write_beton_index(

@@ -12,7 +12,7 @@ from prep_sources import decoded, encoded, noise, png_with, smooth
 
 from data_prep.encoding import BadImage, ImageRules, stored_image
 from lipnext_scale.data.decode import decode
-from lipnext_scale.data.index import KINDS
+from lipnext_scale.data.index import KINDS, Record
 
 RULES = ImageRules()
 COLOUR, GREY = smooth(20, 30), smooth(20, 30)[:, :, 0]
@@ -53,7 +53,8 @@ def test_exif_orientation_is_left_alone(kind, picture):
     assert stored.content == content and (stored.height, stored.width) == picture.shape[:2]
     channels = 1 if picture is GREY else 3
     shape = (stored.height, stored.width, channels)
-    pixels = decode(content, KINDS[stored.kind], channels, shape)
+    record = Record(0, len(content), 0, *shape, KINDS[stored.kind], 0)
+    pixels = decode(content, record)
     assert pixels.shape == shape
     if kind == "PNG":
         assert np.array_equal(pixels, picture.reshape(shape))
