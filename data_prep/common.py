@@ -184,12 +184,6 @@ def group_shards(shards: Sequence[str]) -> Iterator[ShardSet]:
         yield ShardSet(directory, name, index if index.is_file() else None, files)
 
 
-def other_shards(shard_set: ShardSet, known: Sequence[str]) -> list[Path]:
-    """Shards in the directory that have the set's name and are not among the known files."""
-    tars = sorted(shard_set.directory.glob("*.tar"))
-    return [p for p in tars if set_name(p.name) == shard_set.name and p.name not in known]
-
-
 # --------------------------------------------------------------------------------------------------
 # Work in threads and processes.
 

@@ -92,20 +92,13 @@ class ConversionOptions:
     on_bad: str = "fail"
     dry_run: bool = False
 
-    def settings(self) -> dict[str, Any]:
-        """The options that the bytes of a set depend on: not --workers, and --quality only where
-        images are scaled."""
-        settings = {"seed": self.seed, "shard_samples": self.shard_samples}
-        settings |= {"short_side": self.rules.short_side, "max_pixels": self.rules.max_pixels}
-        return settings | ({"quality": self.rules.quality} if self.rules.short_side else {})
-
 
 def conversion_parser(name: str, doc: str | None) -> ArgumentParser:
     """A converter's parser with --out and all that changes how, not what, is converted."""
     parser = command_parser(name, doc)
     rules, cpus = ImageRules(), os.cpu_count() or 1
     add = parser.add_argument_group("the shards").add_argument
-    add("--out", type=Path, required=True, help="directory for the shards; made if need be")
+    add("--out", type=Path, required=True, help="directory for the shards, created if missing")
     add("--seed", type=number(0, LARGEST_SEED), default=0, help="of the samples' order (default 0)")
     size = "samples in a shard (default: about 100 MB of them, eight shards where there are enough)"
     add("--shard-samples", type=number(0), default=0, help=size)
@@ -297,7 +290,11 @@ class SetPlan:
         self._bytes = np.ceil(sizes / BLOCK).astype(np.int64) * BLOCK + SAMPLE_OVERHEAD
         self.shard_samples = options.shard_samples or default_shard_samples(self._bytes)
         self.shards = -(-self.samples // self.shard_samples)
-        settings = options.settings() | {"shard_samples": self.shard_samples}
+        # What the bytes depend on: not --workers, and --quality only where images are scaled.
+        rules = options.rules
+        settings = {"seed": options.seed, "shard_samples": self.shard_samples}
+        settings |= {"short_side": rules.short_side, "max_pixels": rules.max_pixels}
+        settings |= {"quality": rules.quality} if rules.short_side else {}
         self.converter = {"name": options.converter, "version": __version__, "settings": settings}
         listed = {"samples": self.samples, "fingerprint": collection.fingerprint()}
         self.source = one.source | listed

@@ -4,8 +4,8 @@
     python -m data_prep.ffcv --index data/other.beton       # of a file that FFCV wrote elsewhere
 
 Samples keep the order of the shards. FFCV stores pixels (raw) or JPEGs that it encodes again. With
---workers 1 the file's bytes follow from shards and options alone; several workers fill its pages as
-they get on, so that samples are the same and lie elsewhere. Shards without an index are read twice.
+--workers 1 the file's bytes follow from shards and options alone; with several workers the samples
+are the same, but lie at other places in it. Shards without an index are read twice.
 """
 
 import multiprocessing
@@ -115,7 +115,7 @@ class Chunks:
 
 
 def write_beton(writer: Any, samples: Decoded, workers: int, title: str) -> None:
-    """FFCV's DatasetWriter.from_indexed_dataset, which waits for ever where a worker has failed.
+    """FFCV's DatasetWriter.from_indexed_dataset, which waits forever if a worker fails.
     `writer` is FFCV's DatasetWriter."""
     from ffcv.memory_allocator import MemoryAllocator
     from ffcv.writer import worker_job_indexed_dataset

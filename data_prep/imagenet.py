@@ -47,13 +47,12 @@ TRUTH, META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
 # these classes, whose label is a place in that list.
 
 
+@dataclass(frozen=True)
 class FolderSource:
     """A directory of class folders for each split."""
 
+    splits: dict[str, Path]
     form = "folders"
-
-    def __init__(self, directories: dict[str, Path]) -> None:
-        self.splits = directories
 
     def classes(self) -> list[str]:
         found = {split: subfolders(directory) for split, directory in self.splits.items()}

@@ -21,7 +21,6 @@ from data_prep.common import (
     command_parser,
     group_shards,
     in_threads,
-    other_shards,
     text_lines,
     writing,
 )
@@ -74,8 +73,6 @@ def index_set(shard_set: ShardSet, classes: list[str], workers: int) -> None:
         write_index(directory, name, entries, records, classes, converter=converter)
     path = directory / f"{name}.index.json"
     print(f"{path}: {len(paths)} shards, {len(records):,} samples")
-    for other in other_shards(shard_set, files):
-        print(f"note: {other}: was not named, and is not in {path.name}")
 
 
 def sets_to_index(patterns: list[str], force: bool) -> list[ShardSet]:

@@ -22,7 +22,6 @@ from data_prep.common import (
     command_parser,
     find_sets,
     in_threads,
-    other_shards,
     reading,
 )
 from lipnext_scale.data.decode import BadSample, decode
@@ -34,6 +33,7 @@ from lipnext_scale.data.index import (
     read_index,
     sample_key,
     scan_tar,
+    set_name,
 )
 from lipnext_scale.utils.errors import RunFailed, UserError, command
 from lipnext_scale.utils.files import file_sha256
@@ -84,8 +84,9 @@ def plan_set(shard_set: ShardSet, decode: bool) -> tuple[list[ShardTask], list[s
             tasks.append(ShardTask(directory / entry.file, decode, entry, own))
         first += entry.samples
     known = [entry.file for entry in index.shards]
-    if files is None:  # of an older conversion, say
-        others = other_shards(shard_set, known)
+    if files is None:
+        tars = [path for path in sorted(directory.glob("*.tar")) if path.name not in known]
+        others = [path for path in tars if set_name(path.name) == shard_set.name]
         return tasks, faults, [f"{path}: is not in {title}, and is not checked" for path in others]
     faults += [f"{directory / file}: is not in {title}" for file in files if file not in known]
     return tasks, faults, []

@@ -233,7 +233,7 @@ def tar_files(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
     with tarfile.open(fileobj=file, mode="r:") as tar:
         before = -1
         while (entry := tar.next()) is not None:
-            # A negative size would send tarfile back, to read the same members for ever.
+            # A negative size would send tarfile back, to read the same members forever.
             if entry.size < 0 or entry.offset_data <= before:
                 raise tarfile.ReadError(f"the header at byte {entry.offset} is damaged")
             before = entry.offset_data
