@@ -35,10 +35,8 @@ from webdataset.tariterators import base_plus_ext
 import lipnext_scale
 from data_prep import common, convert, imagenet
 from data_prep.convert import (
-    SHARD_BYTES,
     Journal,
     SetPlan,
-    default_shard_samples,
     sample_key,
 )
 from lipnext_scale.data.index import read_index
@@ -111,19 +109,6 @@ def test_bytes_follow_from_the_source_alone(source, tmp_path):
     everything = b"".join(content or b"" for content in one.values())
     for word in (str(tmp_path), str(source), os.uname().nodename):
         assert word.encode() not in everything
-
-
-@given(st.integers(1, 3_000_000), st.integers(100, 10**9))
-def test_default_shards(count, size):
-    """Near 100 MB and never above, but for an image that is larger; eight shards at least where
-    each then has a hundred samples."""
-    sizes = np.full(min(count, 10_000), size)
-    samples = default_shard_samples(sizes)
-    assert 1 <= samples <= len(sizes)
-    assert samples == 1 or samples * size <= SHARD_BYTES
-    shards = -(-len(sizes) // samples)
-    assert shards >= 8 or samples * size > SHARD_BYTES / 2 or samples <= 100 or len(sizes) < 800
-    assert shards <= 8 or samples * size > SHARD_BYTES / 2 or samples in (1, 100)
 
 
 def test_hostile_names(tmp_path):
@@ -253,23 +238,6 @@ def test_a_disk_that_fills_up(tmp_path, monkeypatch, workers):
         assert len(samples_of(out, "train")) == 40
     finally:
         subprocess.run(("umount", str(tmp_path / "small")), check=True)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (("--seed", -1), "--seed: -1: must be 0 to 4294967295"),
-        (("--quality", 101), "--quality: 101: must be 1 to 100"),
-        (("--workers", -1), "--workers: -1: must be at least 0"),
-        (("--max-pixels", "many"), "--max-pixels: 'many' is no number"),
-        (("--on-bad", "ignore"), "--on-bad"),
-    ],
-)
-def test_wrong_options(source, tmp_path, options, message):
-    """Named with their value and what is right."""
-    argv = ("--source", source, "--out", tmp_path / "out", *options)
-    assert message in is_refused(imagenet.main, *argv)
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_read_or_written(source, tmp_path, monkeypatch):

@@ -90,15 +90,6 @@ def test_one_bit_anywhere_is_noticed(tmp_path_factory, data):
     assert ended.value.code == 1
 
 
-def test_decoding_names_the_sample_of_a_flipped_byte(tmp_path, shards):
-    """A PNG has checksums: its shard and its key are named."""
-    record = scan_tar(shards[2])[0][1]
-    flip(shards[2], int(record["offset"]) + int(record["size"]) // 2)
-    first, second = faults(tmp_path, "--decode")
-    assert first.startswith(f"fault: {shards[2]}: its sha256 is not that of the index")
-    assert second.startswith(f"fault: {shards[2]}: sample s2_1 is a damaged PNG")
-
-
 def test_a_jpeg_that_was_cut_inside_is_named(tmp_path):
     """Sound as a tar, and with the right sha256: only decoding shows it."""
     image = encoded(noise(32, 32, 3), "JPEG")
