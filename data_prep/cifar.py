@@ -107,7 +107,9 @@ class _DataOnly(pickle.Unpickler):
         try:
             return self.ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, no part of data") from None
+            raise pickle.UnpicklingError(
+                f"it asks for {module}.{name}, which is not data"
+            ) from None
 
 
 def unpickled(content: bytes, where: str) -> dict[str, Any]:
@@ -178,7 +180,7 @@ def _batch(
     if not _are(labels, int) or not all(0 <= label < edition.classes for label in labels):
         raise UserError(f"{file}: its {edition.labels} are no list of 0 to {edition.classes - 1}")
     if not _are(names, bytes) or not len(data) == len(labels) == len(names):
-        raise UserError(f"{file}: its data, {edition.labels} and filenames do not go together")
+        raise UserError(f"{file}: its data, {edition.labels} and filenames do not match")
     return data.reshape(-1, 3, SIDE, SIDE), labels, names
 
 

@@ -70,7 +70,7 @@ def add_workers_option(parser: argparse.ArgumentParser, what: str) -> None:
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Whatever fails inside is a fault of what is read: tarfile, zipfile, zlib, pickle and numpy
+    """Any error inside is a fault of what is read: tarfile, zipfile, zlib, pickle and numpy
     raise errors of many kinds on damaged bytes."""
     try:
         yield

@@ -338,9 +338,7 @@ class SetPlan:
         if path.exists():
             return self._complete(path, strict)
         for stray in sorted(out.glob(f"{self.name}-*.tar*")):
-            raise UserError(
-                f"{stray}: is in the way and of no known set; remove it, or give another --out"
-            )
+            raise UserError(f"{stray}: belongs to no known set; remove it, or give another --out")
         return None
 
     def _complete(self, path: Path, strict: bool) -> SetIndex:
@@ -505,8 +503,8 @@ def _write_index(plan: SetPlan, notes: dict[int, ShardNote]) -> SetIndex:
     if skipped and plan.options.on_bad == "fail":
         bad = f"{skipped[0]['name']} ({skipped[0]['reason']})"
         raise UserError(
-            f"{plan.name}: {len(skipped)} bad images, the first is {bad}; fix the source, or leave "
-            "them out with --on-bad skip; finished shards are kept"
+            f"{plan.name}: bad images: {len(skipped)}, the first is {bad}; fix the source, or "
+            "leave them out with --on-bad skip; finished shards are kept"
         )
     changes: Counter[str] = Counter()
     for note in notes.values():

@@ -221,11 +221,11 @@ def class_folder_files(root: Path, names: Sequence[str]) -> list[ImageFile]:
     folders = subfolders(root)
     if not folders:
         raise UserError(
-            f"--source {root}: holds no folder of a class and no {LABELS} with "
+            f"--source {root}: has no class folders and no {LABELS} with "
             '{"labels": [["NAME", LABEL], …]}'
         )
     if loose := image_names(root):
-        raise UserError(f"--source {root}: holds {loose[0]!r} beside the folders of its classes")
+        raise UserError(f"--source {root}: holds {loose[0]!r} beside the class folders")
     files = []
     for folder in folders:
         if folder in names:

@@ -199,14 +199,14 @@ def write_beton_index(
 
 
 def image_field(arguments: Namespace) -> dict[str, Any]:
-    """The options of FFCV's RGBImageField that were given, if they go together."""
+    """The options of FFCV's RGBImageField that were given; they must fit the mode."""
     mode = arguments.write_mode or "raw"
     names = ("max_resolution", "jpeg_quality", "compress_probability", "smart_threshold")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     for name, value in given.items():
         if name not in ("max_resolution", *MODES[mode]):
             option = f"--{name.replace('_', '-')} {value}"
-            raise UserError(f"{option}: means nothing with --write-mode {mode}")
+            raise UserError(f"{option}: is not used with --write-mode {mode}")
     if mode == "smart" and "smart_threshold" not in given:
         raise UserError("--write-mode smart: needs --smart-threshold, the most bytes that stay raw")
     return {"write_mode": mode} | given
@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
     if index is None and (arguments.shards is None or path is None):
         raise UserError("--shards and --out are needed, or --index; data_prep.ffcv --help")
     if index is not None and given != ["index"]:
-        raise UserError("--index: goes without other options")
+        raise UserError("--index: takes no other options")
     if (index or path).suffix != ".beton":
         raise UserError(f"{index or path}: must end in .beton, by which training knows FFCV files")
     if index is None:

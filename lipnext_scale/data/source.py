@@ -105,7 +105,7 @@ SUBSTITUTES = 20  # tried for a bad sample
 class BadReport:
     """A sample that could not be used; `sample` is its number in its source.
 
-    replaced: another one stands in; else the batch has a hole and must not be used.
+    replaced: by another one; else the batch has a hole and must not be used.
     """
 
     source: str

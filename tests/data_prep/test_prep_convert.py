@@ -158,7 +158,7 @@ def test_bad_images_fail_by_name_and_can_then_be_skipped(tmp_path, workers):
     for directory in (out, tmp_path / "fixed"):
         outcome = run_command(imagenet.main, *argv, "--out", directory)
         assert outcome.code == 2 and outcome.err.count("\n") == 1
-        assert "2 bad images, the first is " in outcome.err and "--on-bad skip" in outcome.err
+        assert "bad images: 2, the first is " in outcome.err and "--on-bad skip" in outcome.err
         assert all(
             f"{name}: its JPEG data is damaged: Premature end" in outcome.out for name in bad
         )
@@ -346,7 +346,7 @@ def test_unknown_files_are_not_overwritten(source, tmp_path):
     """A shard without an index or journal may be anything of the user's."""
     write_files(tmp_path, {"train-000001.tar": b"precious"})
     argv = ("--source", source, "--split", "train", "--out", tmp_path, *QUICK)
-    assert "train-000001.tar: is in the way" in is_refused(imagenet.main, *argv)
+    assert "train-000001.tar: belongs to no known set" in is_refused(imagenet.main, *argv)
     assert contents(tmp_path) == {"train-000001.tar": b"precious"}
 
 

@@ -299,14 +299,14 @@ def test_folders_that_are_no_classes(tmp_path):
     """Names without --classes-file, unknown ones, loose images, nothing."""
     source, names = tmp_path / "source", tmp_path / "names.txt"
     source.mkdir()
-    assert "holds no folder of a class" in refused(source)
+    assert "has no class folders" in refused(source)
     (source / "cat").mkdir()
     (source / "cat" / "a.png").write_bytes(encoded(PIXELS[0]))
     assert "'cat' is no class number; give the classes' names" in refused(source)
     names.write_text("dog\nowl\n")
     assert "'cat' is none of --classes-file" in refused(source, "--classes-file", names)
     (source / "loose.png").write_bytes(encoded(PIXELS[0]))
-    assert "holds 'loose.png' beside the folders" in refused(source)
+    assert "holds 'loose.png' beside the class folders" in refused(source)
     (tmp_path / "empty" / "0").mkdir(parents=True)
     assert "holds no images" in refused(tmp_path / "empty")
 

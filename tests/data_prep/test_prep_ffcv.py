@@ -280,9 +280,9 @@ WRONG = {
     "--out set.bin": "set.bin: must end in .beton",
     "": "--shards and --out are needed, or --index",
     "--out s.beton --write-mode jpg --jpeg-quality 101": "--jpeg-quality: 101: must be 1 to 100",
-    "--out s.beton --jpeg-quality 90": "--jpeg-quality 90: means nothing with --write-mode raw",
+    "--out s.beton --jpeg-quality 90": "--jpeg-quality 90: is not used with --write-mode raw",
     "--out s.beton --write-mode smart": "--write-mode smart: needs --smart-threshold",
-    "--index a.beton": "--index: goes without other options",
+    "--index a.beton": "--index: takes no other options",
 }
 
 
