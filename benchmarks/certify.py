@@ -12,7 +12,8 @@ from statistics import median
 import torch
 
 from benchmarks.timing import interleaved, machine, ratio
-from lipnext_scale.certification import Certifier, lipschitz_bound, spectral_norm_bound
+from lipnext_scale.certification import Certifier, lipschitz_bound
+from lipnext_scale.certification.certifier import spectral_norm_bound
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.utils.cpu import keep_freed_memory

@@ -107,7 +107,9 @@ class _DataOnly(pickle.Unpickler):
         try:
             return self.ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, no part of data") from None
+            raise pickle.UnpicklingError(
+                f"it asks for {module}.{name}, which is not data"
+            ) from None
 
 
 def unpickled(content: bytes, where: str) -> dict[str, Any]:
@@ -131,8 +133,8 @@ def source_files(source: Path) -> dict[str, bytes]:
 
 def edition_of(files: Mapping[str, bytes], coarse: bool, source: Path) -> Edition:
     edition = CIFAR10 if "test_batch" in files else CIFAR100_COARSE if coarse else CIFAR100
-    missing = [name for part in edition.files.values() for name in part if name not in files]
-    if missing:
+    needed = [name for part in edition.files.values() for name in part] + [edition.meta]
+    if missing := [name for name in needed if name not in files]:
         raise UserError(
             f"--source {source}: has no {', '.join(missing)}; give cifar-10-batches-py, "
             "cifar-100-python or their archive"
@@ -143,9 +145,6 @@ def edition_of(files: Mapping[str, bytes], coarse: bool, source: Path) -> Editio
 
 
 def class_names(files: Mapping[str, bytes], edition: Edition) -> list[str]:
-    """From the file for it; without that the labels' numbers."""
-    if edition.meta not in files:
-        return [str(label) for label in range(edition.classes)]
     names: Any = unpickled(files[edition.meta], edition.meta).get(edition.names)
     if not _are(names, bytes) or len(names) != edition.classes:
         raise UserError(f"{edition.meta}: has no {edition.classes} names in {edition.names}")
@@ -181,7 +180,7 @@ def _batch(
     if not _are(labels, int) or not all(0 <= label < edition.classes for label in labels):
         raise UserError(f"{file}: its {edition.labels} are no list of 0 to {edition.classes - 1}")
     if not _are(names, bytes) or not len(data) == len(labels) == len(names):
-        raise UserError(f"{file}: its data, {edition.labels} and filenames do not go together")
+        raise UserError(f"{file}: its data, {edition.labels} and filenames do not match")
     return data.reshape(-1, 3, SIDE, SIDE), labels, names
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import (
     wait,
 )
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,7 +70,7 @@ def add_workers_option(parser: argparse.ArgumentParser, what: str) -> None:
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Whatever fails inside is a fault of what is read: tarfile, zipfile, zlib, pickle and numpy
+    """Any error inside is a fault of what is read: tarfile, zipfile, zlib, pickle and numpy
     raise errors of many kinds on damaged bytes."""
     try:
         yield
@@ -98,10 +98,10 @@ def reason_of(error: Exception) -> str:
 
 
 def text_lines(path: Path) -> list[str]:
-    """The lines of a text file that are not empty."""
+    """The stripped lines of a text file, without empty ones."""
     with reading(path):
         lines = path.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line.strip()]
+    return [line.strip() for line in lines if line.strip()]
 
 
 def free_bytes(path: Path) -> int:
@@ -112,11 +112,6 @@ def free_bytes(path: Path) -> int:
 def require_space(out: Path, needed: int) -> None:
     if needed > (free := free_bytes(out)):
         raise UserError(f"--out {out}: about {needed:,} bytes are needed, {free:,} are free there")
-
-
-def printable(name: str) -> str:
-    """A name that fits a line of any terminal and a JSON file, whatever bytes it is made of."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def class_counts(records: np.ndarray) -> dict[str, int]:
@@ -142,6 +137,12 @@ class ShardSet:
     @property
     def title(self) -> str:
         return str(self.index or self.directory / self.name)
+
+    @property
+    def pattern(self) -> str:
+        """All shards of the set, as data.train names them."""
+        numbered = not self.name.endswith(SHARD_SUFFIXES)
+        return str(self.directory / (f"{self.name}-*.tar" if numbered else self.name))
 
 
 def find_sets(arguments: Sequence[str]) -> list[ShardSet]:
@@ -183,12 +184,6 @@ def group_shards(shards: Sequence[str]) -> Iterator[ShardSet]:
         yield ShardSet(directory, name, index if index.is_file() else None, files)
 
 
-def other_shards(shard_set: ShardSet, known: Sequence[str]) -> list[Path]:
-    """Shards in the directory that have the set's name and are not among the known files."""
-    tars = sorted(shard_set.directory.glob("*.tar"))
-    return [p for p in tars if set_name(p.name) == shard_set.name and p.name not in known]
-
-
 # --------------------------------------------------------------------------------------------------
 # Work in threads and processes.
 
@@ -201,13 +196,10 @@ def in_threads(
 ) -> Iterator[Result]:
     """The results in the tasks' order. Threads, because reading, hashing and decoding release the
     interpreter's lock."""
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            for result in pool.map(function, tasks):
-                progress.advance()
-                yield result
-    finally:
-        progress.close()
+    with closing(progress), ThreadPoolExecutor(workers) as pool:
+        for result in pool.map(function, tasks):
+            progress.advance()
+            yield result
 
 
 def in_processes(

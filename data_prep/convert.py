@@ -24,7 +24,7 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
@@ -39,7 +39,7 @@ from data_prep.common import (
     free_bytes,
     in_processes,
     number,
-    printable,
+    reading,
     require_space,
     writing,
 )
@@ -52,6 +52,7 @@ from lipnext_scale.data.index import (
     SetIndex,
     ShardEntry,
     index_paths,
+    printable,
     read_index,
     write_index,
 )
@@ -66,7 +67,6 @@ BLOCK = 512
 SAMPLE_OVERHEAD, SHARD_OVERHEAD = 3 * BLOCK, 20 * BLOCK
 RECORD_BYTES = 64  # in the journal and the index
 PROBES = 50
-NAMED_BAD = 20
 LOCK = ".data_prep.lock"
 # Seconds. Workers of a conversion that was killed hold its lock until they notice.
 PATIENCE = 5.0
@@ -92,20 +92,13 @@ class ConversionOptions:
     on_bad: str = "fail"
     dry_run: bool = False
 
-    def settings(self) -> dict[str, Any]:
-        """The options that the bytes of a set depend on: not --workers, and --quality only where
-        images are scaled."""
-        settings = {"seed": self.seed, "shard_samples": self.shard_samples}
-        settings |= {"short_side": self.rules.short_side, "max_pixels": self.rules.max_pixels}
-        return settings | ({"quality": self.rules.quality} if self.rules.short_side else {})
-
 
 def conversion_parser(name: str, doc: str | None) -> ArgumentParser:
     """A converter's parser with --out and all that changes how, not what, is converted."""
     parser = command_parser(name, doc)
     rules, cpus = ImageRules(), os.cpu_count() or 1
     add = parser.add_argument_group("the shards").add_argument
-    add("--out", type=Path, required=True, help="directory for the shards; made if need be")
+    add("--out", type=Path, required=True, help="directory for the shards, created if missing")
     add("--seed", type=number(0, LARGEST_SEED), default=0, help="of the samples' order (default 0)")
     size = "samples in a shard (default: about 100 MB of them, eight shards where there are enough)"
     add("--shard-samples", type=number(0), default=0, help=size)
@@ -158,9 +151,6 @@ class Journal:
             return dict(json.loads(self._plan.read_bytes()))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError):
-            damaged = f"{self.directory}: is damaged; remove it and the set's shards"
-            raise UserError(damaged) from None
 
     def begin(self, plan: dict[str, Any]) -> None:
         self.directory.mkdir()
@@ -177,18 +167,14 @@ class Journal:
         renamed, so its bytes are not read again."""
         found = {}
         for shard in range(shards):
-            path = self._note_path(shard)
             try:
-                values = json.loads(path.read_bytes())
+                values = json.loads(self._note_path(shard).read_bytes())
                 entry = ShardEntry(**values["entry"])
                 records = np.frombuffer(base64.b64decode(values["records"]), dtype=RECORD)
                 if (self._out / entry.file).stat().st_size == entry.bytes:
                     found[shard] = ShardNote(entry, records, values["skipped"], values["changes"])
             except FileNotFoundError:
                 continue
-            except (OSError, ValueError, KeyError, TypeError):
-                damaged = f"{path}: is damaged; remove it to write its shard again"
-                raise UserError(damaged) from None
         return found
 
     def remove(self) -> None:
@@ -214,32 +200,22 @@ def only_conversion_in(out: Path) -> Iterator[None]:
     """Keep other conversions out of the directory until this one and all its workers have ended:
     forked workers share the lock."""
     path, deadline = out / LOCK, time.monotonic() + PATIENCE
-    while (descriptor := _locked(path)) is None:
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"--out {out}: another conversion is writing there; wait for it, or give another "
-                "directory"
-            )
-        time.sleep(0.05)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _locked(path: Path) -> int | None:
-    """A descriptor that holds the lock, unless its file was removed meanwhile: the lock of a file
-    without a name excludes no process."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(descriptor)
-    return None
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"--out {out}: another conversion is writing there; wait for it, or give "
+                        "another directory"
+                    ) from None
+                time.sleep(0.05)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -314,7 +290,11 @@ class SetPlan:
         self._bytes = np.ceil(sizes / BLOCK).astype(np.int64) * BLOCK + SAMPLE_OVERHEAD
         self.shard_samples = options.shard_samples or default_shard_samples(self._bytes)
         self.shards = -(-self.samples // self.shard_samples)
-        settings = options.settings() | {"shard_samples": self.shard_samples}
+        # What the bytes depend on: not --workers, and --quality only where images are scaled.
+        rules = options.rules
+        settings = {"seed": options.seed, "shard_samples": self.shard_samples}
+        settings |= {"short_side": rules.short_side, "max_pixels": rules.max_pixels}
+        settings |= {"quality": rules.quality} if rules.short_side else {}
         self.converter = {"name": options.converter, "version": __version__, "settings": settings}
         listed = {"samples": self.samples, "fingerprint": collection.fingerprint()}
         self.source = one.source | listed
@@ -358,20 +338,17 @@ class SetPlan:
         if path.exists():
             return self._complete(path, strict)
         for stray in sorted(out.glob(f"{self.name}-*.tar*")):
-            raise UserError(
-                f"{stray}: is in the way and of no known set; remove it, or give another --out"
-            )
+            raise UserError(f"{stray}: belongs to no known set; remove it, or give another --out")
         return None
 
     def _complete(self, path: Path, strict: bool) -> SetIndex:
-        """The index that is there, of this set. An earlier version may have written it."""
+        """The index that is there, of this set."""
         index = read_index(path)
-        own, other = (
-            {key: converter.get(key) for key in ("name", "settings")}
-            for converter in (self.converter, index.converter)
-        )
-        there = {"converter": other, "source": index.source, "classes": index.classes}
-        _require_same(path, "another set", there, self.identity | {"converter": own})
+        # An earlier version may have written it.
+        converter = index.converter | {"version": __version__}
+        converter.pop("changed", None)
+        there = {"converter": converter, "source": index.source, "classes": index.classes}
+        _require_same(path, "another set", there, self.identity)
         for shard in index.shards:
             file = path.parent / shard.file
             if not file.exists() or file.stat().st_size != shard.bytes:
@@ -454,7 +431,8 @@ def _differences(there: dict[str, Any], asked: dict[str, Any], prefix: str = "")
 def run_conversions(sets: Sequence[SetSource], options: ConversionOptions) -> None:
     """Write sets; all are planned, and the disk is looked at, before the first byte is written."""
     plans = [SetPlan(one, options) for one in sets]
-    needed = sum(plan.bytes_to_write() for plan in plans)
+    with reading(f"--out {options.out}"):
+        needed = sum(plan.bytes_to_write() for plan in plans)
     if options.dry_run:
         for plan in plans:
             print(
@@ -486,9 +464,8 @@ def _write_set(plan: SetPlan) -> None:
         journal.begin(plan.identity)
     else:
         print(f"{plan.name}: continues, {len(state)} of {plan.shards} shards are finished")
-    begun, finished = time.monotonic(), state or {}
-    notes = _all_notes(plan, finished)
-    index = _write_index(plan, notes)
+    begun = time.monotonic()
+    index = _write_index(plan, _all_notes(plan, state or {}))
     journal.remove()
     for change, count in index.converter["changed"].items():
         print(f"{plan.name}: {count:,} × {change}")
@@ -496,11 +473,8 @@ def _write_set(plan: SetPlan) -> None:
         bad = len(index.skipped)
         print(f"{plan.name}: {bad:,} bad images were left out, {plan.name}.index.json lists them")
     size, seconds = sum(shard.bytes for shard in index.shards), time.monotonic() - begun
-    made = sum(note.entry.samples for shard, note in notes.items() if shard not in finished)
-    print(
-        f"{plan.name}: {index.samples:,} samples in {plan.shards:,} shards, {size:,} bytes; "
-        f"{made:,} images in {seconds:.1f} s ({made / max(seconds, 1e-9):,.0f} a second)"
-    )
+    made = f"{index.samples:,} samples in {plan.shards:,} shards, {size:,} bytes"
+    print(f"{plan.name}: {made}; it took {seconds:.1f} s")
 
 
 def _all_notes(plan: SetPlan, finished: dict[int, ShardNote]) -> dict[int, ShardNote]:
@@ -513,28 +487,25 @@ def _all_notes(plan: SetPlan, finished: dict[int, ShardNote]) -> dict[int, Shard
         made = in_processes(plan.make, jobs, workers, progress.advance)
     else:
         made = ((shard, plan.make(shard, progress.advance)) for shard in jobs)
-    notes, named = dict(finished), 0
-    try:
+    notes = dict(finished)
+    with closing(progress):
         for shard, note in made:
             notes[shard] = note
             for bad in note.skipped:
-                named += 1
-                if plan.options.on_bad == "skip" or named <= NAMED_BAD:
-                    progress.say(f"{plan.name}: bad: {bad['name']}: {bad['reason']}")
-    finally:
-        progress.close()
+                progress.say(f"{plan.name}: bad: {bad['name']}: {bad['reason']}")
     return dict(sorted(notes.items()))
 
 
 def _write_index(plan: SetPlan, notes: dict[int, ShardNote]) -> SetIndex:
     skipped = [bad for note in notes.values() for bad in note.skipped]
-    if skipped and plan.options.on_bad == "fail":
-        raise UserError(
-            f"{plan.name}: {_bad_images(skipped)}; fix the source, or leave them out with "
-            "--on-bad skip; finished shards are kept"
-        )
     if len(skipped) == plan.samples:
-        raise UserError(f"{plan.name}: no image is left, {_bad_images(skipped)}")
+        raise UserError(f"{plan.name}: all {len(skipped)} images are bad")
+    if skipped and plan.options.on_bad == "fail":
+        bad = f"{skipped[0]['name']} ({skipped[0]['reason']})"
+        raise UserError(
+            f"{plan.name}: bad images: {len(skipped)}, the first is {bad}; fix the source, or "
+            "leave them out with --on-bad skip; finished shards are kept"
+        )
     changes: Counter[str] = Counter()
     for note in notes.values():
         changes.update(note.changes)
@@ -548,9 +519,3 @@ def _write_index(plan: SetPlan, notes: dict[int, ShardNote]) -> SetIndex:
         plan.converter | {"changed": dict(sorted(changes.items()))},
         skipped,
     )
-
-
-def _bad_images(skipped: list[dict[str, str]]) -> str:
-    named = ", ".join(f"{bad['name']} ({bad['reason']})" for bad in skipped[:NAMED_BAD])
-    more = f" and {len(skipped) - NAMED_BAD} more" if len(skipped) > NAMED_BAD else ""
-    return f"{len(skipped)} bad image{'s'[: len(skipped) > 1]}: {named}{more}"

@@ -4,8 +4,8 @@
     python -m data_prep.ffcv --index data/other.beton       # of a file that FFCV wrote elsewhere
 
 Samples keep the order of the shards. FFCV stores pixels (raw) or JPEGs that it encodes again. With
---workers 1 the file's bytes follow from shards and options alone; several workers fill its pages as
-they get on, so that samples are the same and lie elsewhere. Shards without an index are read twice.
+--workers 1 the file's bytes follow from shards and options alone; with several workers the samples
+are the same, but lie at other places in it. Shards without an index are read twice.
 """
 
 import multiprocessing
@@ -33,7 +33,7 @@ from data_prep.common import (
 )
 from lipnext_scale import __version__
 from lipnext_scale.data.catalog import open_catalog
-from lipnext_scale.data.decode import BadSample
+from lipnext_scale.data.decode import BadSample, decode
 from lipnext_scale.data.index import (
     KINDS,
     ShardEntry,
@@ -76,7 +76,7 @@ class Decoded:
         np.random.seed(number)
         try:
             encoded, record = self.store.read(number)
-            return self.store.decode(encoded, record, 3), record.label
+            return decode(encoded, record, 3), record.label
         except (BadSample, OSError) as error:
             raise UserError(f"{self.store.name(number)} {error}") from None
 
@@ -92,13 +92,7 @@ def written_sizes(samples: Decoded, longest: int) -> np.ndarray:
     for i in np.flatnonzero(sizes.min(1) == 0).tolist():  # no index has them
         sizes[i] = samples[i][0].shape[:2]
     scale = np.minimum(1, longest / sizes.max(1, keepdims=True))
-    sizes = np.where(scale < 1, (sizes * scale).astype(np.int64), sizes)
-    if sizes.min() < 1:
-        bad = int(np.argmin(sizes.min(1)))
-        height, width = sizes[bad].tolist()
-        name = samples.store.name(bad)
-        raise UserError(f"{name} would have {height}×{width} pixels; FFCV takes 1 or more a side")
-    return sizes
+    return np.where(scale < 1, (sizes * scale).astype(np.int64), sizes)
 
 
 class Chunks:
@@ -121,7 +115,7 @@ class Chunks:
 
 
 def write_beton(writer: Any, samples: Decoded, workers: int, title: str) -> None:
-    """FFCV's DatasetWriter.from_indexed_dataset, which waits for ever where a worker has failed.
+    """FFCV's DatasetWriter.from_indexed_dataset, which waits forever if a worker fails.
     `writer` is FFCV's DatasetWriter."""
     from ffcv.memory_allocator import MemoryAllocator
     from ffcv.writer import worker_job_indexed_dataset
@@ -168,29 +162,25 @@ def convert(pattern: str, out: Path, field: dict[str, Any], workers: int, dry_ru
         print(f"{free_bytes(out):,} are free; nothing was written (--dry-run)")
         return
     require_space(out, needed)
-    page = max(SMALLEST_PAGE, 1 << (int(raw.max()) - 1).bit_length())  # a power of two
-    with writing(f"--out {out}"):
-        _write(samples, out, field, page, min(workers, len(samples)))
-
-
-def _write(samples: Decoded, out: Path, field: dict[str, Any], page: int, workers: int) -> None:
     from ffcv.fields import IntField, RGBImageField
     from ffcv.writer import DatasetWriter
 
-    out.parent.mkdir(parents=True, exist_ok=True)
+    page = max(SMALLEST_PAGE, 1 << (int(raw.max()) - 1).bit_length())  # a power of two
     fields = {"image": RGBImageField(**field), "label": IntField()}
-    with atomic_file(out) as file:  # FFCV writes it by its name
-        writer = DatasetWriter(file.name, fields, page_size=page, num_workers=workers)
-        write_beton(writer, samples, workers, out.name)
-        records = beton_records(Path(file.name))
-        assert np.array_equal(records["label"], samples.column("label")[:, 0]), "another order"
-        # An index that is there describes the file which is about to go.
-        index_paths(out.parent, set_name(out.name))[0].unlink(missing_ok=True)
     names = {tuple(shard.classes) for shard in samples.store.catalog.shards}
     classes = names.pop() if len(names) == 1 else ()
     source = {"fingerprint": samples.store.catalog.fingerprint()}
     versions = {"ffcv": version("ffcv"), "opencv": cv2.__version__}
-    write_beton_index(out, records, classes, source, field | versions)
+    with writing(f"--out {out}"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(out) as file:  # FFCV writes it by its name
+            writer = DatasetWriter(file.name, fields, page_size=page, num_workers=workers)
+            write_beton(writer, samples, min(workers, len(samples)), out.name)
+            records = beton_records(Path(file.name))
+            assert np.array_equal(records["label"], samples.column("label")[:, 0]), "another order"
+            # An index that is there describes the file which is about to go.
+            index_paths(out.parent, set_name(out.name))[0].unlink(missing_ok=True)
+        write_beton_index(out, records, classes, source, field | versions)
 
 
 def write_beton_index(
@@ -209,14 +199,14 @@ def write_beton_index(
 
 
 def image_field(arguments: Namespace) -> dict[str, Any]:
-    """The options of FFCV's RGBImageField that were given, if they go together."""
+    """The options of FFCV's RGBImageField that were given; they must fit the mode."""
     mode = arguments.write_mode or "raw"
     names = ("max_resolution", "jpeg_quality", "compress_probability", "smart_threshold")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     for name, value in given.items():
         if name not in ("max_resolution", *MODES[mode]):
             option = f"--{name.replace('_', '-')} {value}"
-            raise UserError(f"{option}: means nothing with --write-mode {mode}")
+            raise UserError(f"{option}: is not used with --write-mode {mode}")
     if mode == "smart" and "smart_threshold" not in given:
         raise UserError("--write-mode smart: needs --smart-threshold, the most bytes that stay raw")
     return {"write_mode": mode} | given
@@ -243,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
     if index is None and (arguments.shards is None or path is None):
         raise UserError("--shards and --out are needed, or --index; data_prep.ffcv --help")
     if index is not None and given != ["index"]:
-        raise UserError("--index: goes without other options")
+        raise UserError("--index: takes no other options")
     if (index or path).suffix != ".beton":
         raise UserError(f"{index or path}: must end in .beton, by which training knows FFCV files")
     if index is None:

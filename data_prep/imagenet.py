@@ -17,9 +17,7 @@ their sorted order. The sets are called train and test; test is val.
 import argparse
 import io
 import os
-import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ from data_prep.sources import (
     folder_files,
     subfolders,
 )
+from lipnext_scale.data.index import tar_files
 from lipnext_scale.utils.errors import UserError, command
 
 SET_NAMES = {"train": "train", "val": "test"}
@@ -48,13 +47,12 @@ TRUTH, META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
 # these classes, whose label is a place in that list.
 
 
+@dataclass(frozen=True)
 class FolderSource:
     """A directory of class folders for each split."""
 
+    splits: dict[str, Path]
     form = "folders"
-
-    def __init__(self, directories: dict[str, Path]) -> None:
-        self.splits = directories
 
     def classes(self) -> list[str]:
         found = {split: subfolders(directory) for split, directory in self.splits.items()}
@@ -102,8 +100,8 @@ class TarSource:
         if "train" not in self.splits:
             return self.val_ids()[1]
         tar = self.splits["train"]
-        with open_tar(tar) as outer:
-            found = [Path(m.name).stem for m in members(outer) if m.name.endswith(".tar")]
+        with reading(tar), tar.open("rb") as file:
+            found = [Path(m.name).stem for m in tar_files(file) if m.name.endswith(".tar")]
         if not found or len(set(found)) < len(found):
             raise UserError(f"{tar}: must hold one tar for each class")
         return sorted(found)
@@ -116,14 +114,14 @@ class TarSource:
     def _train_files(self, labels: Mapping[str, int]) -> list[ImageFile]:
         found: list[tuple[str, str, int, int]] = []
         tar = self.splits["train"]
-        with open_tar(tar) as outer:
-            for entry in members(outer):
+        with reading(tar), tar.open("rb") as outer, tar.open("rb") as inner:
+            for entry in tar_files(outer):
                 name = Path(entry.name).stem
                 if entry.name.endswith(".tar") and name in labels:
-                    with open_tar(tar, outer.extractfile(entry), entry.name) as inner:
-                        for image in members(inner):
-                            place = entry.offset_data + image.offset_data
-                            found.append((name, image.name, place, image.size))
+                    inner.seek(entry.offset_data)
+                    with reading(f"{tar}: its {entry.name}"):
+                        images = [(m.name, m.offset_data, m.size) for m in tar_files(inner)]
+                    found += [(name, *image) for image in images]
         return [
             ImageFile(f"{name}/{Path(image).name}", labels[name], size, place)
             for name, image, place, size in sorted(found)
@@ -131,8 +129,8 @@ class TarSource:
 
     def _val_files(self, labels: Mapping[str, int]) -> list[ImageFile]:
         tar = self.splits["val"]
-        with open_tar(tar) as file:
-            images = sorted((m.name, m.offset_data, m.size) for m in members(file))
+        with reading(tar), tar.open("rb") as file:
+            images = sorted((m.name, m.offset_data, m.size) for m in tar_files(file))
         ids, _ = self.val_ids()
         if "train" in self.splits and (strange := sorted(set(ids) - set(self.classes()))):
             raise UserError(f"{tar}: its class {strange[0]} is none of {TARS['train']}")
@@ -145,32 +143,10 @@ class TarSource:
         ]
 
 
-@contextmanager
-def open_tar(path: Path, file: Any = None, inner: str = "") -> Iterator[tarfile.TarFile]:
-    """A tar, or the one named `inner` that lies in it as `file`."""
-    where = f"{path}: its {inner}" if inner else path
-    with reading(where), tarfile.open(path, "r:", fileobj=file) as tar:
-        yield tar
-
-
-def members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a tar. One that is cut off is refused, where tarfile sees its end."""
-    while (entry := tar.next()) is not None:
-        if entry.size < 0:  # tarfile would go back and read the same for ever
-            raise tarfile.ReadError(f"the header at byte {entry.offset} is damaged")
-        if entry.isreg():
-            yield entry
-        tar.members = []  # type: ignore[attr-defined]  # else it remembers every entry
-    assert tar.fileobj is not None
-    tar.fileobj.seek(tar.offset)
-    if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise tarfile.ReadError(f"it is cut off or damaged at byte {tar.offset}")
-
-
 def val_ids(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The labels of val, from a text file or from the development kit."""
     if arguments.val_labels:
-        ids = [line.strip() for line in text_lines(arguments.val_labels)]
+        ids = text_lines(arguments.val_labels)
         return ids, sorted(set(ids))
     source: Path = arguments.source
     devkit = arguments.devkit or (source if source.is_dir() else source.parent) / DEVKIT

@@ -8,11 +8,9 @@ for other.tar other.tar.index.json and other.tar.index.npy.
 """
 
 import os
-import struct
 from pathlib import Path
 
 import numpy as np
-import simplejpeg
 
 from data_prep.common import (
     LOG_SECONDS,
@@ -23,19 +21,16 @@ from data_prep.common import (
     command_parser,
     group_shards,
     in_threads,
-    other_shards,
     text_lines,
     writing,
 )
 from lipnext_scale import __version__
 from lipnext_scale.data.catalog import resolve_shards
-from lipnext_scale.data.decode import BadSample, channels_of
+from lipnext_scale.data.decode import BadSample, image_header
 from lipnext_scale.data.index import KINDS, Record, ShardEntry, sample_key, scan_tar, write_index
 from lipnext_scale.utils.errors import UserError, command
 from lipnext_scale.utils.files import file_sha256
 from lipnext_scale.utils.progress import Progress
-
-_MAGIC = {b"\xff\xd8": KINDS["jpeg"], b"\x89PNG\r\n\x1a\n": KINDS["png"]}
 
 
 def index_shard(path: Path) -> tuple[ShardEntry, np.ndarray]:
@@ -55,17 +50,10 @@ def index_shard(path: Path) -> tuple[ShardEntry, np.ndarray]:
 
 def _with_header(record: Record, encoded: bytes) -> Record:
     """The record with what the image itself says: its kind too, whatever its name ends in."""
-    kind = next((k for magic, k in _MAGIC.items() if encoded.startswith(magic)), None)
-    if kind is None:
-        raise BadSample("is neither a JPEG nor a PNG")
-    channels = channels_of(encoded, kind)  # refuses a header that makes no sense
-    if kind == KINDS["png"]:
-        width, height = struct.unpack_from(">II", encoded, 16)
-    else:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(encoded, strict=False)
+    kind, height, width, channels = image_header(encoded)
     if max(height, width) > LONGEST_SIDE:
         raise BadSample(f"is {height}×{width}; at most {LONGEST_SIDE} pixels a side")
-    return record._replace(height=height, width=width, channels=channels, kind=kind)
+    return record._replace(height=height, width=width, channels=channels, kind=KINDS[kind])
 
 
 def index_set(shard_set: ShardSet, classes: list[str], workers: int) -> None:
@@ -85,8 +73,6 @@ def index_set(shard_set: ShardSet, classes: list[str], workers: int) -> None:
         write_index(directory, name, entries, records, classes, converter=converter)
     path = directory / f"{name}.index.json"
     print(f"{path}: {len(paths)} shards, {len(records):,} samples")
-    for other in other_shards(shard_set, files):
-        print(f"note: {other}: was not named, and is not in {path.name}")
 
 
 def sets_to_index(patterns: list[str], force: bool) -> list[ShardSet]:
@@ -112,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     sets = sets_to_index(arguments.shards, arguments.force)
     file = arguments.classes_file
-    classes = [line.strip() for line in text_lines(file)] if file else []
+    classes = text_lines(file) if file else []
     for shard_set in sets:
         index_set(shard_set, classes, arguments.workers)
 

@@ -12,8 +12,6 @@ import numpy as np
 from data_prep.common import reading
 from lipnext_scale.utils.errors import UserError
 
-LARGEST_FILE = 1 << 28  # bytes; no file that is read from an archive by name is larger
-
 
 class Collection:
     """The samples of one set, numbered in an order that the source alone decides; `classes` are
@@ -113,10 +111,7 @@ def archived_files(path: Path, wanted: Container[str]) -> dict[str, bytes]:
     with reading(path), tarfile.open(path, "r:*") as tar:
         for entry in tar:
             name = entry.name.rsplit("/", 1)[-1]
-            if name in wanted and entry.isreg():
-                if entry.size > LARGEST_FILE:
-                    raise ValueError(f"its {name} has {entry.size:,} bytes")
-                content = tar.extractfile(entry)
-                assert content is not None
+            content = tar.extractfile(entry) if name in wanted else None
+            if content is not None:
                 found[name] = content.read()
     return found

@@ -19,21 +19,13 @@ ANNOTATIONS = "val/val_annotations.txt"
 
 def class_ids(root: Path) -> list[str]:
     """The WordNet ids by label."""
-    ids = sorted(line.strip() for line in text_lines(root / "wnids.txt"))
+    ids = sorted(text_lines(root / "wnids.txt"))
     if not ids or len(set(ids)) < len(ids):
         raise UserError(f"{root / 'wnids.txt'}: must name every class once")
     for name in sorted(set(subfolders(root / "train")) ^ set(ids)):
         where = "has no folder in train" if name in ids else "is in train, not in wnids.txt"
         raise UserError(f"--source {root}: class {name} {where}")
     return ids
-
-
-def train_files(root: Path, ids: list[str]) -> list[ImageFile]:
-    return [
-        file
-        for label, name in enumerate(ids)
-        for file in folder_files(root, f"train/{name}/images", label)
-    ]
 
 
 def val_files(root: Path, ids: list[str]) -> list[ImageFile]:
@@ -61,14 +53,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     root: Path = arguments.source
     ids = class_ids(root)
-    parts = (("train", "train", train_files), ("test", "val", val_files))
+    train: list[ImageFile] = []
+    for label, name in enumerate(ids):
+        train += folder_files(root, f"train/{name}/images", label)
     sets = [
-        SetSource(
-            name,
-            FolderImages(root, ids, list_files(root, ids)),
-            {"data": "Tiny ImageNet", "split": split},
-        )
-        for name, split, list_files in parts
+        SetSource(name, FolderImages(root, ids, files), {"data": "Tiny ImageNet", "split": split})
+        for name, split, files in (("train", "train", train), ("test", "val", val_files(root, ids)))
     ]
     run_conversions(sets, conversion_options(arguments, "data_prep.tiny_imagenet"))
 

@@ -3,14 +3,13 @@
     python -m data_prep.verify DIRECTORY | INDEX | SHARDS … [--decode] [--workers N]
 
 Each shard must be there with its size and sha256; the index's records must be those of the tar's
-own headers and labels, and its class counts those of the records. With --decode every image is
-decoded as in training. Shards without an index are checked on their own. The exit code is 0 if all
-is sound, 1 if anything is damaged.
+own headers and labels. With --decode every image is decoded as in training. Shards without an index
+are checked on their own. The exit code is 0 if all is sound, 1 if anything is damaged.
 """
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -20,23 +19,21 @@ from data_prep.common import (
     LOG_SECONDS,
     ShardSet,
     add_workers_option,
-    class_counts,
     command_parser,
     find_sets,
     in_threads,
-    other_shards,
     reading,
 )
-from lipnext_scale.data.decode import BadSample, channels_of, decode
+from lipnext_scale.data.decode import BadSample, decode
 from lipnext_scale.data.index import (
     Record,
-    SetIndex,
     ShardEntry,
     index_paths,
     map_records,
     read_index,
     sample_key,
     scan_tar,
+    set_name,
 )
 from lipnext_scale.utils.errors import RunFailed, UserError, command
 from lipnext_scale.utils.files import file_sha256
@@ -56,14 +53,6 @@ class ShardTask:
     records: np.ndarray | None = None
 
 
-@dataclass
-class ShardReport:
-    path: Path
-    samples: int = 0
-    bytes: int = 0
-    faults: list[str] = field(default_factory=list)
-
-
 def plan_set(shard_set: ShardSet, decode: bool) -> tuple[list[ShardTask], list[str], list[str]]:
     """(tasks, faults, warnings): checks the index itself, and leaves the shards to the tasks."""
     directory, title, files = shard_set.directory, shard_set.title, shard_set.files
@@ -81,7 +70,11 @@ def plan_set(shard_set: ShardSet, decode: bool) -> tuple[list[ShardTask], list[s
     except UserError as error:
         return [], [str(error)], []
     try:
-        records = _records(index_paths(directory, shard_set.name)[1], index)
+        npy_path = index_paths(directory, shard_set.name)[1]
+        with reading(npy_path):
+            if file_sha256(npy_path) != index.records:  # numpy says little about damaged bytes
+                raise UserError(f"{npy_path}: its sha256 is not that of the index")
+        records = map_records(npy_path, index.samples)
     except UserError as error:
         faults.append(str(error))
     first = 0
@@ -91,77 +84,43 @@ def plan_set(shard_set: ShardSet, decode: bool) -> tuple[list[ShardTask], list[s
             tasks.append(ShardTask(directory / entry.file, decode, entry, own))
         first += entry.samples
     known = [entry.file for entry in index.shards]
-    if files is None:  # of an older conversion, say
-        others = other_shards(shard_set, known)
+    if files is None:
+        tars = [path for path in sorted(directory.glob("*.tar")) if path.name not in known]
+        others = [path for path in tars if set_name(path.name) == shard_set.name]
         return tasks, faults, [f"{path}: is not in {title}, and is not checked" for path in others]
     faults += [f"{directory / file}: is not in {title}" for file in files if file not in known]
     return tasks, faults, []
 
 
-def _records(path: Path, index: SetIndex) -> np.ndarray:
-    """The sha256 first: numpy can say little about damaged bytes."""
-    with reading(path):
-        if file_sha256(path) != index.records:
-            raise UserError(f"{path}: its sha256 is not that of the index: bytes have changed")
-    return map_records(path, index.samples)
-
-
-def check_shard(task: ShardTask) -> ShardReport:
-    """All faults of a shard; none stops the search for the others."""
-    report = ShardReport(task.path)
-    try:
-        for fault in _faults(task, report):
-            report.faults.append(fault)
-    except OSError as error:
-        report.faults.append(f"cannot be read: {error.strerror or error}")
-    return report
-
-
-def _faults(task: ShardTask, report: ShardReport) -> Iterator[str]:
+def check_shard(task: ShardTask) -> tuple[Path, list[str], int, int]:
+    """(path, faults, samples, bytes); no fault stops the search for the others."""
     path, entry, records = task.path, task.entry, task.records
-    if not path.exists():
-        yield "is missing"
-        return
-    report.bytes = path.stat().st_size
-    found = None
-    if entry is not None:
-        report.samples = entry.samples
-        yield from _content_faults(path, entry, report.bytes)
-        if records is not None:
-            yield from _count_faults(entry, records)
-    if path.suffix != ".beton":  # which has no headers to compare with
-        try:
-            found = scan_tar(path)[0]
-        except UserError as error:
-            yield str(error).removeprefix(f"{path}: ")
-    if records is not None and found is not None:
-        yield from _limited(_differences(path, records, found))
-    best = records if records is not None else found
-    if best is not None:
-        report.samples = len(best)
-        inside = best["offset"] + best["size"].astype(np.uint64) <= report.bytes
-        if not inside.all():
-            key = sample_key(path, Record(*best[np.argmin(inside)].item()))
-            yield f"{int((~inside).sum())} samples lie beyond its end, the first is {key}"
-        if task.decode:
-            yield from _limited(_undecodable(path, best[inside]))
-
-
-def _content_faults(path: Path, entry: ShardEntry, size: int) -> Iterator[str]:
-    """The file against its index: a wrong length says more than the wrong sha256 it brings."""
-    if size != entry.bytes:
-        how = "it is cut off" if size < entry.bytes else "it has grown"
-        yield f"has {size} bytes, the index says {entry.bytes}: {how}"
-    elif file_sha256(path) != entry.sha256:
-        yield "its sha256 is not that of the index: bytes have changed"
-
-
-def _count_faults(entry: ShardEntry, records: np.ndarray) -> Iterator[str]:
-    counts = class_counts(records)
-    for label in sorted(counts.keys() | entry.class_counts.keys()):
-        says, has = entry.class_counts.get(label, 0), counts.get(label, 0)
-        if entry.class_counts and says != has:
-            yield f"has {has} samples of class {label}, the index says {says}"
+    faults: list[str] = []
+    size = samples = 0
+    try:
+        size = path.stat().st_size
+        if entry is not None and size != entry.bytes:  # says more than a wrong sha256
+            how = "it is cut off" if size < entry.bytes else "it has grown"
+            faults.append(f"has {size} bytes, the index says {entry.bytes}: {how}")
+        elif entry is not None and file_sha256(path) != entry.sha256:
+            faults.append("its sha256 is not that of the index: bytes have changed")
+        found = None
+        if path.suffix != ".beton":  # which has no headers to compare with
+            try:
+                found = scan_tar(path)[0]
+            except UserError as error:
+                faults.append(str(error).removeprefix(f"{path}: "))
+        if records is not None and found is not None:
+            faults += _limited(_differences(path, records, found))
+        best = found if records is None else records
+        if best is not None:
+            samples = len(best)
+            faults += _limited(_undecodable(path, best)) if task.decode else []
+    except FileNotFoundError:
+        faults.append("is missing")
+    except OSError as error:
+        faults.append(f"cannot be read: {error.strerror or error}")
+    return path, faults, samples, size
 
 
 def _differences(path: Path, records: np.ndarray, found: np.ndarray) -> Iterator[str]:
@@ -171,13 +130,8 @@ def _differences(path: Path, records: np.ndarray, found: np.ndarray) -> Iterator
         return
     fields = ["offset", "size", "label"]  # the headers have no others
     for number in np.flatnonzero(records[fields] != found[fields]):
-        says, has = (Record(*table[number].item()) for table in (records, found))
-        parts = [
-            f"the {part} {getattr(has, part)}, not {getattr(says, part)}"
-            for part in fields
-            if getattr(says, part) != getattr(has, part)
-        ]
-        yield f"sample {sample_key(path, has)} has {', '.join(parts)} as the index says"
+        key = sample_key(path, Record(*found[number].item()))
+        yield f"sample {key} has another place, size or label than the index says"
 
 
 def _undecodable(path: Path, records: np.ndarray) -> Iterator[str]:
@@ -186,11 +140,9 @@ def _undecodable(path: Path, records: np.ndarray) -> Iterator[str]:
         for values in records:
             record = Record(*values.item())
             encoded = os.pread(file.fileno(), record.size, record.offset)
-            shape = (record.height, record.width, record.channels)
             try:
-                channels = record.channels or channels_of(encoded, record.kind)
-                height, width, _ = decode(encoded, record.kind, channels, shape).shape
-                if record.height and (height, width) != shape[:2]:
+                height, width, _ = decode(encoded, record).shape
+                if record.height and (height, width) != (record.height, record.width):
                     raise BadSample(
                         f"is {height}×{width}, the index says {record.height}×{record.width}"
                     )
@@ -209,17 +161,15 @@ def verify(sets: list[ShardSet], decode: bool, workers: int) -> tuple[int, str]:
     plans = [plan_set(shard_set, decode) for shard_set in sets]
     tasks = [task for own, _, _ in plans for task in own]
     progress = Progress(len(tasks), unit="shard", title="verifying", log_seconds=LOG_SECONDS)
-
     for _, faults, warnings in plans:
         for line in [f"warning: {w}" for w in warnings] + [f"fault: {f}" for f in faults]:
             progress.say(line)
-    found, samples, size = sum(len(faults) for _, faults, _ in plans), 0, 0
-    for report in in_threads(check_shard, tasks, workers, progress):
-        samples, size = samples + report.samples, size + report.bytes
-        found += len(report.faults)
-        for fault in report.faults:
-            progress.say(f"fault: {report.path}: {fault}")
-    return found, f"{len(tasks)} shards, {samples:,} samples, {size:,} bytes"
+    count, samples, size = sum(len(faults) for _, faults, _ in plans), 0, 0
+    for path, found, own_samples, own_size in in_threads(check_shard, tasks, workers, progress):
+        count, samples, size = count + len(found), samples + own_samples, size + own_size
+        for fault in found:
+            progress.say(f"fault: {path}: {fault}")
+    return count, f"{len(tasks)} shards, {samples:,} samples, {size:,} bytes"
 
 
 @command

@@ -11,7 +11,6 @@ import argparse
 import math
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,20 +18,19 @@ import torch
 from lipnext_scale import attacks
 from lipnext_scale.attacks import INSIDE, KEPT, METHODS, Attacker, AttackSettings
 from lipnext_scale.certification import Certifier
-from lipnext_scale.certification.certificate import parse_radii, write_json
-from lipnext_scale.certification.radius import PROOF
-from lipnext_scale.certification.report import ATTACKED, refresh_report
-from lipnext_scale.certification.target import (
+from lipnext_scale.certification.certificate import (
     Arrays,
     EvaluationTarget,
     add_arguments,
     map_test_set,
     open_target,
+    parse_radii,
     shared_blocks,
     write_arrays,
+    write_json,
     writing,
 )
-from lipnext_scale.config.run_directory import RunDirectory
+from lipnext_scale.certification.report import ATTACKED, refresh_report
 from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.utils.config import as_float
 from lipnext_scale.utils.cpu import keep_freed_memory
@@ -58,8 +56,8 @@ def main(argv: list[str] | None = None) -> None:
             assumption = f"K = {certifier.lipschitz_bound:g} is assumed, not proven"
             print(f"NO CERTIFICATE: {assumption}; all radii here are an experiment", flush=True)
         work = partial(attacks.attack_batch, Attacker(certifier, settings), inside, epsilons)
-        what = [PROOF, repr(about), repr(epsilons)]
-        results = map_test_set(target.test, target.out, what, work, processes, "attack", samples)
+        what = [repr(about), repr(epsilons)]
+        results = map_test_set(target, "attack", what, work, processes, samples)
         processes.on_rank0(lambda: _report(target, certifier, results, epsilons, about))
     finally:
         processes.close()
@@ -135,35 +133,35 @@ def _report(
     about: dict[str, Any],
 ) -> None:
     """Write and print; a violation is a failure once all is written."""
-    found = attacks.attack_json(results, epsilons, about, target.test.sample_name)
-    with writing(target.out):
-        written = _write(target, certifier, results, found)
+    out, test = target.out, target.test
+    found = attacks.attack_json(results, epsilons, about, test.sample_name)
+    violations, attacked = out.path / "violations.npz", out.path / ATTACKED
+    with writing(out.path):
+        # No file of an earlier attack stays beside attack.json, which is first: pictures take long.
+        for path in (violations, attacked):
+            path.unlink(missing_ok=True)
+        write_json(out.attack, found)
+        written = [out.attack]
+        if found["violations"]:
+            write_arrays(violations, {name: results[f"violation_{name}"] for name in KEPT})
+            written.append(violations)
+        if not certifier.assumed:  # else its radii are no certificate to show examples of
+            attacker = Attacker(certifier, AttackSettings(("apgd",), restarts=1))
+            if pictures := attacks.examples(attacker, results, test.image):
+                write_arrays(attacked, pictures)
+                written.append(attacked)
+            written += refresh_report(out, test)
     print(f"attack of {target.path} on {target.data}")
     print(attacks.attack_table(found))
     print("written: " + ", ".join(str(path) for path in written), flush=True)
-    if (message := attacks.failure(found)) is not None:
-        assumed = f"; K = {certifier.lipschitz_bound:g} was assumed" if certifier.assumed else ""
-        raise RunFailed(message + assumed)
-
-
-def _write(
-    target: EvaluationTarget, certifier: Certifier, results: Arrays, found: dict[str, Any]
-) -> list[Path]:
-    """attack.json first: pictures take a while. No file of an earlier attack stays beside it."""
-    out = RunDirectory(target.out)
-    violations, attacked = out.path / "violations.npz", out.path / ATTACKED
-    for path in (violations, attacked):
-        path.unlink(missing_ok=True)
-    write_json(out.attack, found)
-    written = [out.attack]
     if found["violations"]:
-        write_arrays(violations, {name: results[f"violation_{name}"] for name in KEPT})
-        written.append(violations)
-    if certifier.assumed:  # its radii are no certificate to show examples of
-        return written
-    attacker = Attacker(certifier, AttackSettings(("apgd",), restarts=1))
-    write_arrays(attacked, attacks.examples(attacker, results, target.test.image))
-    return [*written, attacked, *refresh_report(out, target.test)]
+        first = found["violations"][0]
+        assumed = f"; K = {certifier.lipschitz_bound:g} was assumed" if certifier.assumed else ""
+        raise RunFailed(
+            f"samples that change inside their radius: {len(found['violations'])}; "
+            f"{first['name']}: radius {first['radius']:.9g}, label {first['label_before']} becomes "
+            f"{first['label_after']} at {first['distance']:.9g}{assumed}"
+        )
 
 
 if __name__ == "__main__":

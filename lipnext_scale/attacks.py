@@ -14,12 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipnext_scale.certification.certificate import SampleResults, radius_name, wilson_interval
+from lipnext_scale.certification.certificate import (
+    Arrays,
+    SampleResults,
+    radius_name,
+    wilson_interval,
+)
 from lipnext_scale.certification.certifier import Certifier
-from lipnext_scale.certification.target import Arrays
 from lipnext_scale.data import TestBatch, to_unit_range
 from lipnext_scale.data.order import sample_bits
-from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.models import LipNeXt
 
 Classifier = Callable[[Tensor], Tensor]  # NCHW images → logits
 
@@ -220,7 +224,7 @@ class _StepLengths:
 
 
 # --------------------------------------------------------------------------------------------------
-# Attacks on a certified model: the search runs in float32, the certifier judges what it finds.
+# Attacks on a certified model: the search runs in float32, the certifier decides.
 
 METHODS = {"pgd": pgd, "apgd": apgd}
 # Without clipping no search goes further: a certifier refuses pixels that are far outside [0, 1].
@@ -280,7 +284,7 @@ class Points:
 
     @property
     def violated(self) -> Tensor:
-        """Another label inside the radius: the certificate is wrong. A radius of 0 claims none."""
+        """Another label inside the radius: the certificate is wrong. A radius of 0 has none."""
         radii = self.targets.radii
         return self.changed & (self.distances * (1 + ROUNDING) <= radii) & (radii > 0)
 
@@ -295,17 +299,19 @@ class Points:
 
 
 class Attacker:
-    def __init__(self, certifier: Certifier, settings: AttackSettings | None = None) -> None:
-        self.certifier, self.settings = certifier, settings or AttackSettings()
+    def __init__(self, certifier: Certifier, settings: AttackSettings) -> None:
+        self.certifier, self.settings = certifier, settings
         self.search = search_copy(certifier.model)
         self.device = certifier.model.head.weight.device
         memory = GPU_MEMORY if self.device.type == "cuda" else CPU_MEMORY
-        self.batch = images_at_once(certifier.model.config, memory)
+        config = certifier.model.config
+        # Activations of an image: nine bytes a value and block, and a few buffers.
+        values = (config.image_size // config.patch_size) ** 2 * config.width
+        self.batch = max(1, min(MAX_BATCH, memory // (values * (9 * config.depth + 32))))
 
     def targets(self, images: Tensor, ids: Tensor) -> Targets:
         """Of images in uint8 or in [0, 1]."""
-        dtype = self.certifier.dtype
-        images = to_unit_range(images, self.device, dtype)
+        images = to_unit_range(images, self.device, self.certifier.dtype)
         parts = [self.certifier(part) for part in images.split(self.batch)]
         labels, radii = (torch.cat(results) for results in zip(*parts, strict=True))
         return Targets(images, labels, radii, ids.to(self.device))
@@ -316,14 +322,11 @@ class Attacker:
         """One attack on each target, strictly within `limits` (float64, one each)."""
         reach = math.sqrt(targets.images[0].numel()) if clip else FURTHEST
         limits = limits.double().clamp(max=reach)
-        attacked = [
+        searched = [
             self._search(method, restart, targets.only(part), limits[part], clip)
             for part in torch.arange(len(targets), device=self.device).split(self.batch)
         ]
-        return self.judge(targets, torch.cat(attacked))
-
-    def judge(self, targets: Targets, attacked: Tensor) -> Points:
-        """The labels of attacked images in the certified arithmetic."""
+        attacked = torch.cat(searched)
         labels = torch.cat([self.certifier(part)[0] for part in attacked.split(self.batch)])
         distances = (attacked.double() - targets.images.double()).flatten(1).norm(dim=1)
         return Points(targets, attacked, labels, distances)
@@ -352,13 +355,6 @@ def search_copy(model: LipNeXt) -> LipNeXt:
     return deepcopy(model).requires_grad_(False).float().eval()
 
 
-def images_at_once(config: LipNeXtConfig, memory: int) -> int:
-    """How many images' activations fit: nine bytes a value and block, and a few buffers."""
-    tokens = (config.image_size // config.patch_size) ** 2
-    each = tokens * config.width * (9 * config.depth + 32)
-    return max(1, min(MAX_BATCH, memory // each))
-
-
 # --------------------------------------------------------------------------------------------------
 # What attacks are for.
 
@@ -370,8 +366,8 @@ SMALLEST_SEARCH = 1 / 255
 def hunt(attacker: Attacker, targets: Targets, inside: float = INSIDE) -> list[Points]:
     """Attack each target at `inside` of its radius with everything; returns the violations.
 
-    Not clipped to [0, 1]: the certificate covers the whole ball. A radius of 0 claims nothing, so
-    it is not attacked.
+    Not clipped to [0, 1]: the certificate covers the whole ball. A radius of 0 certifies nothing,
+    so it is not attacked.
     """
     targets, violations = targets.only(targets.radii > 0), []
     for method, restart in attacker.settings.attacks if len(targets) else []:
@@ -446,7 +442,10 @@ PICTURED = (0.1, 0.4, 0.6, 0.9)  # positions in the order of radii
 
 
 def examples(attacker: Attacker, results: Arrays, image: Callable[[int], np.ndarray]) -> Arrays:
-    """`point_arrays` of the nearest changes of some right predictions, small to large radii."""
+    """`point_arrays` of the nearest changes of some right predictions, small to large radii.
+
+    Nothing where no change was found.
+    """
     right = (results["labels"] == results["predictions"]) & (results["radii"] > 0)
     (rows,) = right.nonzero()
     rows = rows[results["radii"][rows].argsort(kind="stable")]
@@ -456,7 +455,7 @@ def examples(attacker: Attacker, results: Arrays, image: Callable[[int], np.ndar
         pixels = torch.from_numpy(image(sample)).permute(2, 0, 1)[None]
         points = nearest_change(attacker, attacker.targets(pixels, torch.tensor([sample])))
         found += [points] if points is not None else []
-    return point_arrays(found, attacker.certifier.model.config)
+    return point_arrays(found) if found else {}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -465,13 +464,8 @@ def examples(attacker: Attacker, results: Arrays, image: Callable[[int], np.ndar
 KEPT = ("samples", "images", "attacked", "labels", "predictions", "radii", "distances")
 
 
-def point_arrays(found: list[Points], config: LipNeXtConfig) -> Arrays:
+def point_arrays(found: list[Points]) -> Arrays:
     """Of each sample its first point, by sample number; labels: those before the attack."""
-    if not found:
-        integers, reals = np.zeros(0, np.int64), np.zeros(0)
-        images = np.zeros((0, config.in_channels, config.image_size, config.image_size))
-        empty = (integers, images, images, integers, integers, reals, reals)
-        return dict(zip(KEPT, empty, strict=True))
     columns = zip(*(points.columns() for points in found), strict=True)
     joined = [torch.cat(parts).cpu().numpy() for parts in columns]
     _, first = np.unique(joined[0], return_index=True)
@@ -492,7 +486,9 @@ def attack_batch(
     found = robust_at(attacker, targets.only(right), epsilons)
     robust[right.cpu()], attacks[right.cpu()] = found[0].mT.cpu(), found[1].mT.cpu()
 
-    kept = point_arrays([*violations, *found[2]], attacker.certifier.model.config)
+    # A first part without a sample: there may be no other.
+    none = Points(targets, targets.images, targets.labels, targets.radii)
+    kept = point_arrays([none.only(targets.ids < 0), *violations, *found[2]])
     return {
         "samples": batch.ids.numpy(),
         "labels": batch.labels.numpy(),
@@ -567,15 +563,3 @@ def attack_table(found: dict[str, Any]) -> str:
         f"{' (assumed)' if found['lipschitz_assumed'] else ''}, {found['arithmetic']}",
     ]
     return "\n".join(lines)
-
-
-def failure(found: dict[str, Any]) -> str | None:
-    """What is wrong with the certificate, in a line; None if nothing was found."""
-    if not found["violations"]:
-        return None
-    first = found["violations"][0]
-    return (
-        f"samples that change inside their radius: {len(found['violations'])}; {first['name']}: "
-        f"radius {first['radius']:.9g}, label {first['label_before']} becomes "
-        f"{first['label_after']} at {first['distance']:.9g}"
-    )

@@ -13,34 +13,35 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipnext_scale.certification.bounds import BlockFacts, lipschitz_bound, network_bound
 from lipnext_scale.certification.certificate import (
+    Arrays,
     Proof,
     SampleResults,
+    add_arguments,
     certificate,
+    map_test_set,
+    open_target,
     parse_radii,
+    shared_blocks,
     table,
     write_json,
     write_samples,
-)
-from lipnext_scale.certification.certifier import Certifier, certified_radii, load_model
-from lipnext_scale.certification.radius import PROOF, nominal_radii
-from lipnext_scale.certification.report import write_report
-from lipnext_scale.certification.target import (
-    Arrays,
-    EvaluationTarget,
-    add_arguments,
-    map_test_set,
-    open_target,
-    shared_blocks,
     writing,
 )
-from lipnext_scale.config.run_directory import RunDirectory
+from lipnext_scale.certification.certifier import (
+    BlockFacts,
+    Certifier,
+    certified_radii,
+    lipschitz_bound,
+    load_model,
+    network_bound,
+    nominal_radii,
+)
+from lipnext_scale.certification.report import write_report
 from lipnext_scale.data import TestBatch, to_unit_range
 from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.models import LipNeXt
@@ -93,15 +94,18 @@ def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Proce
     measured = torch.float32 if dtype == torch.bfloat16 else dtype
     blocks = shared_blocks(target.model.to(processes.device, measured), processes)
     proof, radii = _radii_of(target.model.to(dtype), blocks)
-    # All that a radius depends on: a newer proof must not take the chunks of an older one.
-    what = ["certify", PROOF, arguments.dtype, repr(proof), *target.identity()]
-    work = partial(_work, radii)
-    arrays = map_test_set(target.test, target.out, what, work, processes, title="certify")
+    arrays = map_test_set(target, "certify", [repr(proof)], partial(_work, radii), processes)
     if processes.rank:
         return
-    results = SampleResults(**arrays)
+    out, results = target.out, SampleResults(**arrays)
     facts = certificate(target, proof, results, epsilons)
-    written = _write(target, facts, results, arguments.json)
+    with writing(out.path):
+        write_samples(out.samples, results, target.test.sample_name)
+        written = [out.samples, *write_report(out, facts, results, target.test)]
+        # certificate.json is last: where it is, the others are too.
+        for path in (out.certificate, *([arguments.json] if arguments.json else [])):
+            write_json(path, facts)
+            written.append(path)
     title = "certificate" if facts["certified"] else f"NO CERTIFICATE ({facts['why_not']})"
     print(f"{title} of {target.path} on {target.data}")
     print(table(facts))
@@ -109,13 +113,14 @@ def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Proce
     print(f"{seconds:.1f} s; written: " + ", ".join(str(path) for path in written))
 
 
-def _radii_of(model: LipNeXt, blocks: dict[int, BlockFacts]) -> tuple[Proof, Radii]:
-    arithmetic = str(model.head.weight.dtype).removeprefix("torch.")
-    if model.head.weight.dtype != torch.bfloat16:
+def _radii_of(model: LipNeXt, blocks: list[BlockFacts]) -> tuple[Proof, Radii]:
+    dtype = model.head.weight.dtype
+    arithmetic = str(dtype).removeprefix("torch.")
+    if dtype != torch.bfloat16:
         certifier = Certifier(model, blocks)
         rounding = certifier.feature_rounding()
         return Proof(certifier.lipschitz_bound, arithmetic, rounding), certifier
-    bound = network_bound(blocks[number] for number in sorted(blocks))
+    bound = network_bound(blocks)
     return Proof(bound, arithmetic, why_not=FAST_LOOK), partial(_fast_look, model, bound)
 
 
@@ -133,20 +138,6 @@ def _work(radii: Radii, batch: TestBatch) -> Arrays:
         "predictions": labels.cpu().numpy(),
         "radii": found.cpu().numpy(),
     }
-
-
-def _write(
-    target: EvaluationTarget, facts: dict[str, Any], results: SampleResults, copy: Path | None
-) -> list[Path]:
-    """All files; certificate.json is last, so that where it is the others are too."""
-    out, test = RunDirectory(target.out), target.test
-    with writing(target.out):
-        write_samples(out.samples, results, test.sample_name)
-        written = [out.samples, *write_report(out, facts, results, test)]
-        for path in (out.certificate, *([copy] if copy is not None else [])):
-            write_json(path, facts)
-            written.append(path)
-    return written
 
 
 if __name__ == "__main__":

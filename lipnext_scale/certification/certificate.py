@@ -1,27 +1,203 @@
-"""The certificate of a model on a test set: what certificate.json holds.
+"""The certificate of a model on a test set: the target, the work over its samples, what is written.
 
-Nothing in it depends on how many processes worked, how long, or where.
+Nothing in certificate.json depends on how many processes worked, how long, or where.
 """
 
+import argparse
 import csv
+import hashlib
 import io
 import json
 import math
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import lipnext_scale
-from lipnext_scale.certification.target import EvaluationTarget
-from lipnext_scale.utils import config as configuration
+from lipnext_scale.certification.certifier import (
+    PROOF,
+    BlockFacts,
+    load_model,
+    measure_blocks,
+    run_of,
+)
+from lipnext_scale.checkpoint.exports import SUFFIX, stable_parameters
+from lipnext_scale.config.run_directory import RunDirectory
+from lipnext_scale.data import DataConfig, TestBatch, TestSet, open_test_set
+from lipnext_scale.distributed.processes import Processes
+from lipnext_scale.models import LipNeXt
 from lipnext_scale.utils.config import as_float
 from lipnext_scale.utils.errors import UserError
-from lipnext_scale.utils.files import write_atomically
+from lipnext_scale.utils.files import atomic_file, write_atomically
+from lipnext_scale.utils.progress import Progress
+
+# --------------------------------------------------------------------------------------------------
+# What is certified or attacked: a model and test samples.
+
+
+@dataclass(frozen=True)
+class EvaluationTarget:
+    """model: as stored, on the CPU. out: where results go. data: the pattern of the shards."""
+
+    path: Path
+    model: LipNeXt
+    weights: str  # a digest of all weights and of the architecture
+    test: TestSet
+    data: str
+    out: RunDirectory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", metavar="DIR", help="a run directory, or one of its checkpoints")
+    # torchrun takes --run for an option of its own.
+    parser.add_argument("--model", metavar="PATH", help="the same, or an export; it needs --data")
+    parser.add_argument("--data", metavar="SHARDS", help="test shards (default: those of the run)")
+    parser.add_argument(
+        "--resize", type=int, help="short side before the centre is cut out (default: the run's)"
+    )
+    parser.add_argument("--workers", type=int, help="processes that decode (default: the run's)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: the run)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
+
+
+def open_target(arguments: argparse.Namespace) -> EvaluationTarget:
+    """Load the model and open the test shards, which must fit it."""
+    if (arguments.run is None) == (arguments.model is None):
+        raise UserError("give either --run DIR or --model PATH")
+    path = Path(arguments.run or arguments.model)
+    model, run = load_model(path), run_of(path)
+    config = _data_config(arguments, path, run)
+    takes = model.config
+    if arguments.resize is not None and 0 < arguments.resize < takes.image_size:
+        raise UserError(f"--resize {arguments.resize}: must be 0 or at least {takes.image_size}")
+    key = "--data" if arguments.data else "data.test"
+    test = open_test_set(config, takes.image_size, takes.in_channels, takes.num_classes, key)
+    beside = Path(f"{str(path).removesuffix(SUFFIX)}-certificate")
+    out = RunDirectory(arguments.out or (beside if run is None else run.path))
+    if out.path.is_file():
+        raise UserError(f"--out {out.path}: is a file; must be a directory")
+    return EvaluationTarget(path, model, weights_digest(model), test, config.test, out)
+
+
+def _data_config(arguments: argparse.Namespace, path: Path, run: RunDirectory | None) -> DataConfig:
+    """The run's, changed by the arguments; only the test set counts."""
+    if run is not None:
+        config = run.recipe().data
+        # Another machine than those that trained may not have their local disks.
+        stage = config.stage_dir if Path(config.stage_dir).is_dir() else ""
+        config = replace(config, stage_dir=stage)
+    elif arguments.data is not None:
+        config = DataConfig(arguments.data, arguments.data, workers=0)
+    else:
+        raise UserError(f"{path}: is an export and needs --data, the shards of a test set")
+    given = {"test": arguments.data, "test_resize": arguments.resize, "workers": arguments.workers}
+    return replace(config, **{key: value for key, value in given.items() if value is not None})
+
+
+def weights_digest(model: LipNeXt) -> str:
+    """The same for a run, a checkpoint and an export of the same numbers."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for name, tensor in sorted(stable_parameters(model).items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(plain.numpy().data)
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------
+# Long work over the samples of a set, shared by processes and continued after a kill.
+#
+# The samples are cut into chunks, always the same ones. Which process works on which chunk changes
+# nothing in the results, so any number of processes gives the same.
+
+CHUNK = 256
+Arrays = dict[str, np.ndarray]  # of the samples of a chunk, in their order
+
+
+def map_test_set(
+    target: EvaluationTarget,
+    title: str,
+    what: list[str],
+    work: Callable[[TestBatch], Arrays],
+    processes: Processes,
+    samples: Tensor | None = None,
+) -> Arrays:
+    """work(batch) for every chunk of the set; all results in the order of the samples, on rank 0.
+
+    Finished chunks are files in a directory in `target.out` until all are done. what: everything
+    that the results depend on, beside the target and the proof. samples: the numbers of those to
+    take, if not all. The other ranks get {}.
+    """
+    test = target.test
+    if samples is None:
+        samples = torch.arange(len(test.catalog))
+    what = [PROOF, target.weights, test.catalog.fingerprint(), str(test.resize), *what]
+    digest = hashlib.sha256("\n".join([*what, str(samples.tolist())]).encode()).hexdigest()
+    store = target.out.path / f".{title}-{digest[:16]}"
+    chunks = samples.split(CHUNK)
+    files = [store / f"{number:06d}.npz" for number in range(len(chunks))]
+
+    def finished() -> set[int]:
+        with writing(store):
+            store.mkdir(parents=True, exist_ok=True)
+        return {number for number, file in enumerate(files) if file.is_file()}
+
+    done = processes.on_rank0(finished)
+    todo = [number for number in range(len(chunks)) if number not in done]
+    mine = todo[processes.rank :: processes.world_size]
+    before, silent = sum(len(chunks[number]) for number in done), processes.rank > 0
+    progress = Progress(len(samples), before, "image", title, log_seconds=10, silent=silent)
+
+    def all_mine() -> None:
+        batches = iter(test.in_parts([chunks[number] for number in mine]))
+        for number, batch in zip(mine, batches, strict=True):
+            results = work(batch)
+            with writing(store):
+                write_arrays(files[number], results)
+            # The other ranks are about as fast.
+            progress.advance(min(len(batch.ids) * processes.world_size, progress.left))
+
+    processes.each(all_mine)
+    progress.close()
+    if processes.rank:
+        return {}
+    parts = []
+    for path in files:
+        with np.load(path, allow_pickle=False) as stored:
+            parts.append(dict(stored))
+    shutil.rmtree(store)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def shared_blocks(model: LipNeXt, processes: Processes) -> list[BlockFacts]:
+    """The facts of all blocks, on every rank; each measures its part."""
+    rank, ranks = processes.rank, processes.world_size
+    parts = processes.everywhere(lambda: measure_blocks(model, rank, ranks))
+    return [parts[number % ranks][number // ranks] for number in range(model.config.depth)]
+
+
+def write_arrays(path: Path, arrays: Arrays) -> None:
+    with atomic_file(path) as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A file that cannot be written is the user's error, in one line."""
+    try:
+        yield
+    except OSError as error:
+        file = error.filename or path
+        raise UserError(f"{file}: cannot be written: {error.strerror}") from None
+
 
 # --------------------------------------------------------------------------------------------------
 # Radii as text.
@@ -51,8 +227,6 @@ def radius_name(radius: float) -> str:
 # --------------------------------------------------------------------------------------------------
 # The results of every sample, and the figures that follow from them.
 
-_Z = 1.959963984540054  # of 95 % of a normal distribution
-
 
 @dataclass(frozen=True)
 class SampleResults:
@@ -77,14 +251,17 @@ class SampleResults:
         """CRA@ε; at 0 the clean accuracy."""
         return float(self.certified(epsilon).mean())
 
+    def interval(self, epsilon: float = 0.0) -> list[float]:
+        """Of CRA@ε, at 95 % confidence."""
+        return list(wilson_interval(int(self.certified(epsilon).sum()), len(self)))
+
 
 def wilson_interval(hits: int, total: int) -> tuple[float, float]:
     """95 % confidence interval of a share, Wilson's: sound also near 0 and 1."""
-    if total == 0:
-        return 0.0, 1.0
-    share, scale = hits / total, _Z**2 / total
+    z = 1.959963984540054  # of 95 % of a normal distribution
+    share, scale = hits / total, z**2 / total
     centre = (share + scale / 2) / (1 + scale)
-    half = _Z * math.sqrt(share * (1 - share) / total + scale / (4 * total)) / (1 + scale)
+    half = z * math.sqrt(share * (1 - share) / total + scale / (4 * total)) / (1 + scale)
     low = 0.0 if hits == 0 else max(0.0, centre - half)
     return low, 1.0 if hits == total else min(1.0, centre + half)
 
@@ -108,8 +285,9 @@ def certificate(
     target: EvaluationTarget, proof: Proof, results: SampleResults, epsilons: tuple[float, ...]
 ) -> dict[str, Any]:
     """certificate.json."""
-    model, catalog = target.model, target.test.catalog
-    rounding = {"method": METHOD, "features": proof.feature_rounding}
+    rounding, right = None, results.radii[results.correct]
+    if proof.feature_rounding is not None:
+        rounding = {"method": METHOD, "features": proof.feature_rounding}
     return {
         "format": 1,
         "certified": not proof.why_not,
@@ -117,37 +295,33 @@ def certificate(
         "model": {
             "path": str(target.path),
             "weights": target.weights,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "architecture": configuration.to_dict(model.config),
+            "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
+            "architecture": asdict(target.model.config),
         },
         "data": {
             "shards": target.data,
-            "fingerprint": catalog.fingerprint(),
+            "fingerprint": target.test.catalog.fingerprint(),
             "samples": len(results),
             "resize": target.test.resize,
         },
         "arithmetic": proof.arithmetic,
         "lipschitz_bound": proof.lipschitz_bound,
-        "rounding": rounding if proof.feature_rounding is not None else None,
+        "rounding": rounding,
         "clean_accuracy": results.share(),
         "certified_accuracy": {repr(epsilon): results.share(epsilon) for epsilon in epsilons},
         "intervals": {
-            "clean": _interval(results, 0.0),
-            **{repr(epsilon): _interval(results, epsilon) for epsilon in epsilons},
+            "clean": results.interval(),
+            **{repr(epsilon): results.interval(epsilon) for epsilon in epsilons},
         },
         "classes": _classes(results, epsilons),
         "histogram": _histogram(results),
-        "quantiles": _quantiles(results),
+        "quantiles": {str(q): float(np.quantile(right, q)) for q in QUANTILES if len(right)},
         "versions": {
             "lipnext_scale": lipnext_scale.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
     }
-
-
-def _interval(results: SampleResults, epsilon: float) -> list[float]:
-    return list(wilson_interval(int(results.certified(epsilon).sum()), len(results)))
 
 
 def _classes(results: SampleResults, epsilons: tuple[float, ...]) -> list[dict[str, Any]]:
@@ -175,11 +349,6 @@ def _histogram(results: SampleResults) -> dict[str, list[float]]:
     right, _ = np.histogram(radii[results.correct], edges)
     wrong, _ = np.histogram(radii[~results.correct], edges)
     return {"edges": edges.tolist(), "right": right.tolist(), "wrong": wrong.tolist()}
-
-
-def _quantiles(results: SampleResults) -> dict[str, float]:
-    right = results.radii[results.correct]
-    return {str(q): float(np.quantile(right, q)) for q in QUANTILES} if len(right) else {}
 
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:

@@ -1,24 +1,327 @@
-"""`Certifier`: a model that gives each prediction with its proven radius.
+"""`Certifier`: a model that gives each prediction with its proven radius (docs/certificate.md).
 
-certifier = Certifier.load("digits.safetensors")
-labels, radii = certifier(images)
+    certifier = Certifier.load("digits.safetensors")
+    labels, radii = certifier(images)
+
+From bottom to top: norms bounded from above, and K; the rounding of features; radii; refusals.
 """
 
+import math
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from lipnext_scale.certification.bounds import BlockFacts, measure_blocks
-from lipnext_scale.certification.radius import certified_margins, guarantee
 from lipnext_scale.checkpoint import SUMS
 from lipnext_scale.checkpoint.exports import is_export, load_export
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import to_unit_range
-from lipnext_scale.models import LipNeXt
+from lipnext_scale.losses import class_distances
+from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.models.blocks import matrix_list
 from lipnext_scale.utils.errors import UserError
+
+# Raise it with every change of what a radius is: chunks of an older proof are then not reused.
+PROOF = "2"
+
+# --------------------------------------------------------------------------------------------------
+# Guaranteed upper bounds of norms, tight for matrices near O(d). They are computed in float64, with
+# the rounding of the computation itself added: bounds, not estimates.
+
+UNIT_ROUNDOFF = 2.0**-53
+MAX_ITERATIONS = 7
+# Tightening a factor of K by half of this would not show in a radius.
+GOOD_ENOUGH = 1e-6
+
+
+@torch.no_grad()
+def spectral_norm_bound(matrix: Tensor) -> float:
+    """An upper bound of ‖X‖₂ for one matrix near O(d): √(1 + ‖XᵀX - I‖₂), bounded from above."""
+    x = matrix.detach().double()
+    deviation = x.mT @ x
+    deviation.diagonal().sub_(1)
+    # |fl(XᵀX) - XᵀX| ≤ γ·|X|ᵀ|X| entry by entry, whose Frobenius norm is at most γ·‖X‖_F²; taking
+    # 1 off the diagonal rounds each of its entries once more.
+    frobenius = frobenius_above(x)
+    slack = gamma(x.shape[-2]) * frobenius * frobenius
+    slack += 2 * UNIT_ROUNDOFF * deviation.diagonal().abs().max().item()
+    return above(math.sqrt(above(1 + gram_bound(deviation) + slack)))
+
+
+def gram_bound(matrix: Tensor) -> float:
+    """An upper bound of ‖E‖₂ by Gram iteration: ‖E‖₂² = ‖EᵀE‖₂, repeated, ending in ‖·‖₂ ≤ ‖·‖_F.
+
+    Each iteration halves the logarithm of what the Frobenius norm overestimates. With M_{t+1} the
+    computed Gram matrix of M_t/c_t and c_t = ‖M_t‖_F, rounding enters as
+    ‖M_t‖₂² ≤ c_t²·(‖M_{t+1}‖₂ + γ).
+    """
+    current = matrix
+    scales: list[float] = []
+    for iteration in range(MAX_ITERATIONS):
+        norm = torch.linalg.matrix_norm(current).item()
+        # ‖·‖_F ≤ √d·‖·‖₂, and each iteration has taken a root of that factor.
+        least = matrix.shape[-1] ** (-(0.5 ** (iteration + 1)))
+        if norm == 0 or not math.isfinite(norm):
+            break
+        if _unwind(current, scales) * (1 - least) < GOOD_ENOUGH:
+            break
+        scales.append(norm)
+        scaled = current / norm
+        current = scaled.mT @ scaled
+    return _unwind(current, scales)
+
+
+def _unwind(last: Tensor, scales: list[float]) -> float:
+    """From the last iterate's Frobenius norm back to a bound of ‖M_0‖₂."""
+    bound = frobenius_above(last)
+    # γ for the product, and two roundings of each entry by the division; 1 % more than ‖M/c‖_F² = 1
+    # needs covers the rounding of the norm c itself.
+    rounding = 1.01 * gamma(last.shape[-1] + 4)
+    for scale in reversed(scales):
+        bound = above(scale * math.sqrt(above(bound + rounding)))
+    return bound
+
+
+def gamma(terms: int, unit: float = UNIT_ROUNDOFF) -> float:
+    """γ_n = n·u/(1 - n·u): the relative error of a sum of n products, added in any order."""
+    return terms * unit / (1 - terms * unit) if terms * unit < 1 else math.inf
+
+
+def frobenius_above(numbers: Tensor) -> float:
+    """The root of the sum of squares, raised by what that sum, in any order, can have lost."""
+    numbers = numbers.double()
+    if not numbers.any():
+        return 0.0
+    norm = torch.linalg.vector_norm(numbers).item() * (1 + gamma(numbers.numel() + 8))
+    return norm + math.sqrt(2 * numbers.numel() * torch.finfo(numbers.dtype).smallest_normal)
+
+
+def above(value: float) -> float:
+    """Raise a computed scalar by eight units in the last place: more than its operations lost."""
+    return value * (1 + 16 * UNIT_ROUNDOFF)
+
+
+# --------------------------------------------------------------------------------------------------
+# The facts of the weights that a certificate needs, block by block, and K, which follows from them.
+#
+# features = pool ∘ block_L ∘ … ∘ block_1 ∘ stem. The stem, the shift, the activation and the
+# pooling are 1-Lipschitz for all weights, so K = Π ‖R_i‖₂·‖W_i‖₂.
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """Upper bounds of a block's norms; those of the bias and of pos are l2 norms."""
+
+    rotation: float  # ‖R‖₂
+    weight: float  # ‖W‖₂
+    rotation_frobenius: float
+    weight_frobenius: float
+    bias: float
+    pos: float
+
+
+@torch.no_grad()
+def measure_blocks(model: LipNeXt, part: int = 0, parts: int = 1) -> list[BlockFacts]:
+    """The facts of every `parts`-th block from `part` on: several processes share the work."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise UserError(f"{name}: holds values that are not finite; nothing can be certified")
+    found = []
+    for group in model.block_groups():
+        matrices = matrix_list(group.orthogonal_weights())
+        for index in range(group.count):
+            if (group.first + index) % parts != part:
+                continue
+            rotation, weight = matrices[2 * index], matrices[2 * index + 1]
+            facts = BlockFacts(
+                rotation=spectral_norm_bound(rotation),
+                weight=spectral_norm_bound(weight),
+                rotation_frobenius=frobenius_above(rotation),
+                weight_frobenius=frobenius_above(weight),
+                bias=frobenius_above(group.bias[index]),
+                pos=0.0 if group.pos is None else frobenius_above(group.pos[index]),
+            )
+            found.append(facts)
+    return found
+
+
+def product_loss(
+    terms: int, numbers: int, frobenius: float, dtype: torch.dtype
+) -> tuple[float, float]:
+    """‖fl(A·X) - A·X‖_F ≤ share·‖X‖_F + beside, for A [n, n] of this norm and X of so many numbers.
+
+    |fl(A·X) - A·X| ≤ γ_n·|A||X| entry by entry, whatever the order of the sums. Beside it, what
+    lies below the smallest normal number may be lost: of products and sums (4n of them, which
+    leaves room for γ), of the entries of A, of those of X.
+    """
+    info = torch.finfo(dtype)
+    tiny = info.smallest_normal
+    share = gamma(terms, info.eps / 2) * frobenius + terms * tiny
+    return share, (4 * terms + frobenius) * math.sqrt(numbers) * tiny
+
+
+def network_bound(blocks: Iterable[BlockFacts]) -> float:
+    """K = Π ‖R_i‖₂·‖W_i‖₂."""
+    bound = 1.0
+    for block in blocks:
+        bound = above(above(bound * block.rotation) * block.weight)
+    if not math.isfinite(bound):
+        raise UserError(
+            "the weights are so large that their norm overflows; nothing can be certified"
+        )
+    return bound
+
+
+def lipschitz_bound(model: LipNeXt) -> float:
+    """K of `model.features`: 1 + a little after training. Weights must be finite."""
+    return network_bound(measure_blocks(model))
+
+
+# --------------------------------------------------------------------------------------------------
+# How far computed features can be from the exact ones: a bound carried along the layers.
+#
+# Everything that the forward pass does is a sum of products in some order, an addition, or exact
+# (shift, |·|, MinMax): the standard bounds |fl(A·x) - A·x| ≤ γ_n·|A||x| and |fl(a + b) - (a + b)| ≤
+# u·|a + b| hold for every order of summation, with and without fused multiply-adds. Norms and
+# errors are affine functions of n = ‖x - ½‖, so the bound is computed once for a model and costs
+# nothing per image. Nothing here assumes that the weights are orthogonal.
+
+# A thousandth more covers the rounding of computing the bound itself.
+OWN_ROUNDING = 1.001
+
+
+@dataclass(frozen=True)
+class Affine:
+    """offset + slope·n, both at least 0."""
+
+    offset: float
+    slope: float
+
+    def __add__(self, other: "Affine | float") -> "Affine":
+        if isinstance(other, Affine):
+            return Affine(self.offset + other.offset, self.slope + other.slope)
+        return Affine(self.offset + other, self.slope)
+
+    def __mul__(self, factor: float) -> "Affine":
+        return Affine(self.offset * factor, self.slope * factor)
+
+    def at(self, n: Tensor) -> Tensor:
+        return self.offset + self.slope * n
+
+    def or_larger(self, other: "Affine") -> "Affine":
+        """At least both, for every n ≥ 0."""
+        return Affine(max(self.offset, other.offset), max(self.slope, other.slope))
+
+
+@dataclass(frozen=True)
+class FeatureRounding:
+    """Of images with ‖x - ½‖ = n, in one arithmetic.
+
+    error: bounds ‖features as computed - exact features‖. largest: bounds every number on the way,
+    partial sums included. size: bounds the norm of what the pooling squares.
+    """
+
+    error: Affine
+    largest: Affine
+    size: Affine
+    dtype: torch.dtype
+
+    def overflows(self, n: Tensor) -> Tensor:
+        """Where some number on the way might not be finite, so that `error` says nothing."""
+        limit = torch.finfo(self.dtype).max / 4
+        return ~((self.largest.at(n) <= limit) & (self.size.at(n) <= math.sqrt(limit)))
+
+
+def feature_rounding(
+    blocks: Iterable[BlockFacts], config: LipNeXtConfig, dtype: torch.dtype
+) -> FeatureRounding:
+    """The exact network begins at pixels p/255 and has weights in dtype."""
+    info = torch.finfo(dtype)
+    unit, tiny = info.eps / 2, info.smallest_normal
+    width, tokens = config.width, (config.image_size // config.patch_size) ** 2
+    numbers, pixels = width * tokens, config.in_channels * config.image_size**2
+
+    flushed = 2 * math.sqrt(numbers) * tiny  # by one addition to every number
+    norm = Affine(0.0, 1.0)  # of the exact values; ‖x‖ ≤ ‖x - ½‖ + ½·√pixels
+    # p/255 may round twice, for CUDA multiplies by a rounded 1/255; then - ½.
+    error = Affine(unit * math.sqrt(pixels) + flushed, 3 * unit)
+    largest = norm + error
+    for block in blocks:
+        if block.pos:
+            # pos is one number for all C channels of a token.
+            norm = norm + math.sqrt(width) * block.pos
+            error = error + (norm + error) * unit + flushed
+
+        computed = norm + error
+        largest = largest.or_larger(computed * (2 * block.rotation_frobenius + 2))
+        share, beside = product_loss(width, numbers, block.rotation_frobenius, dtype)
+        error = error * block.rotation + computed * share + beside
+        norm = norm * block.rotation
+
+        # The bias is one more term in each sum.
+        computed, bias = norm + error, math.sqrt(tokens) * block.bias
+        largest = largest.or_larger((computed * block.weight_frobenius + bias) * 2)
+        share, beside = product_loss(width + 1, numbers, block.weight_frobenius, dtype)
+        error = error * block.weight + computed * share + beside + gamma(width + 1, unit) * bias
+        norm = norm * block.weight + bias
+    # The pooling: a sum of T squares and a root. Squares that underflow leave at most √(2·T·tiny).
+    size = norm + error
+    error = error + size * gamma(tokens + 4, unit) + math.sqrt(2 * numbers * tiny)
+    return FeatureRounding(error * OWN_ROUNDING, largest, size, dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Radii: how far a prediction provably holds, in l2.
+
+# The largest radius. No two images are as far apart, and rounding grows with it.
+FURTHEST = 1e4
+# Norms of head rows that normalise without overflow, underflow or F.normalize's smallest divisor.
+ROW_NORMS = (1e-9, 1e18)
+
+
+@torch.no_grad()
+def head_distances(model: LipNeXt) -> Tensor:
+    """Upper bounds of ‖w_i - w_j‖ of the exactly normalised head rows, in float64."""
+    weight = model.head.weight.double()
+    norms = weight.norm(dim=1, keepdim=True)
+    # By its bits: a row whose squares underflow has a norm of 0 and is no zero row.
+    bits = torch.int64 if model.head.weight.dtype == torch.float64 else torch.int32
+    nonzero = (model.head.weight.view(bits) * 2 != 0).any(1)
+    for row, norm in enumerate(norms.flatten().tolist()):
+        if nonzero[row] and not ROW_NORMS[0] <= norm <= ROW_NORMS[1]:
+            raise UserError(
+                f"head.weight: row {row} has norm {norm:g}: must be 0 or "
+                f"{ROW_NORMS[0]:g} to {ROW_NORMS[1]:g}, or normalising it loses digits"
+            )
+    unit_rows = weight / norms.clamp_min(ROW_NORMS[0])
+    distances = torch.stack([(unit_rows - row).norm(dim=-1) for row in unit_rows])
+    slack = gamma(weight.shape[1] + 8)
+    return distances * (1 + slack) + 4 * slack
+
+
+def _smallest_ratio(margins: Tensor, distances: Tensor, top: Tensor) -> Tensor:
+    """min_{j≠top} margin_j / distance_top,j, at least 0.
+
+    A class with the same row always keeps its margin: x/0 = ±inf.
+    """
+    ratios = (margins / distances[top.squeeze(1)]).scatter(1, top, float("inf"))
+    return ratios.min(1).values.nan_to_num(nan=0.0, posinf=float("inf")).clamp_min(0)
+
+
+@torch.no_grad()
+def nominal_radii(logits: Tensor, normalized_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(predicted labels, radii) as if K were 1 and the logits exact: a quick look, no certificate.
+
+    For training runs, in their own precision.
+    """
+    top = logits.argmax(1, keepdim=True)
+    margins = logits.gather(1, top) - logits
+    return top.squeeze(1), _smallest_ratio(margins, class_distances(normalized_weight), top)
+
 
 # --------------------------------------------------------------------------------------------------
 # A model from a run directory, one of its checkpoints, or an export.
@@ -27,26 +330,24 @@ from lipnext_scale.utils.errors import UserError
 def load_model(path: str | Path) -> LipNeXt:
     """The slow weights of a run's newest checkpoint or of a given one, or an export."""
     path = Path(path)
-    if is_export(path):
-        return load_export(path).eval()
     run = run_of(path)
     if run is None:
-        raise UserError(f"{path}: no such run directory, checkpoint or export")
-    return run.load_model(path if _is_checkpoint(path) else None).eval()
+        return load_export(path).eval()
+    return run.load_model(path if run.path != path else None).eval()
 
 
 def run_of(path: Path) -> RunDirectory | None:
     """The run that a run directory or a checkpoint belongs to; None for an export."""
-    if is_export(path) or not path.is_dir():
+    if is_export(path):
         return None
-    return RunDirectory(path.absolute().parent.parent if _is_checkpoint(path) else path)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such run directory, checkpoint or export")
+    is_checkpoint = (path / SUMS).is_file()
+    return RunDirectory(path.absolute().parent.parent if is_checkpoint else path)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return (path / SUMS).is_file()
-
-
-HASHED_AT_ONCE = 1 << 24
+# --------------------------------------------------------------------------------------------------
+# The certifier, and what it refuses.
 
 
 class Certifier:
@@ -59,13 +360,19 @@ class Certifier:
     def __init__(
         self,
         model: LipNeXt,
-        blocks: dict[int, BlockFacts] | None = None,
+        blocks: list[BlockFacts] | None = None,
         lipschitz: float | None = None,
     ) -> None:
         require_certifiable(model)
-        self.model = model.eval()
+        self.model, self.dtype = model.eval(), model.head.weight.dtype
+        blocks = blocks or measure_blocks(model)
+        if len(blocks) != model.config.depth:
+            raise ValueError(f"facts of {len(blocks)} blocks: the model has {model.config.depth}")
+        proven = network_bound(blocks)
         self.assumed = lipschitz is not None
-        self._known = guarantee(model, blocks or measure_blocks(model), lipschitz)
+        self.lipschitz_bound = proven if lipschitz is None else lipschitz
+        self.rounding = feature_rounding(blocks, model.config, self.dtype)
+        self._distances = head_distances(model)
         self._seen = fingerprint(model)
 
     @classmethod
@@ -73,20 +380,11 @@ class Certifier:
         """Of a run directory, a checkpoint or an export, in float64."""
         return cls(load_model(path).to(device, torch.float64))
 
-    @property
-    def lipschitz_bound(self) -> float:
-        """K, proven from the stored weights."""
-        return self._known.lipschitz
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.head.weight.dtype
-
     def feature_rounding(self) -> float:
         """The largest distance of computed features from exact ones, over all images in [0, 1]."""
         config = self.model.config
         corner = torch.tensor(config.in_channels * config.image_size**2 / 4.0).sqrt()
-        return self._known.rounding.error.at(corner.double()).item()
+        return self.rounding.error.at(corner.double()).item()
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(labels, radii) of NCHW images, floating point in [0, 1] or uint8; radii are float64.
@@ -97,10 +395,57 @@ class Certifier:
         if fingerprint(self.model) != self._seen:
             raise ValueError("the weights have changed since K was computed: make a new Certifier")
         device = self.model.head.weight.device
-        if isinstance(images, Tensor) and images.dtype == torch.uint8:
+        if images.dtype == torch.uint8:
             images = to_unit_range(images, device, self.dtype)
-        images = _checked(images, self.dtype).to(device)
-        return certified_margins(self.model, images, self._known)
+        # Refused: images for which a radius would mean something else.
+        if not images.is_floating_point():
+            raise ValueError(f"images are {images.dtype}: must be uint8 or float in [0, 1]")
+        if torch.promote_types(images.dtype, self.dtype) != self.dtype:
+            kinds = f"images are {images.dtype}, the weights {self.dtype}"
+            raise ValueError(f"{kinds}: use model.double()")
+        # Attacks may leave [0, 1] by a little; pixels up to 255 are a mistake.
+        if images.numel() and not bool(images.abs().max() < 16):
+            raise ValueError(f"images go up to {images.abs().max():g}: this model takes [0, 1]")
+        return self._certify(images.to(device, self.dtype))
+
+    @torch.no_grad()
+    def _certify(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(labels, radii) as `model(images)` computes them.
+
+        With m_j the computed margin over class j, d_j = ‖w_top - w_j‖, E the rounding of features
+        and h that of the head, an exact margin is at least m_j - d_j·E - h. At a distance r it is
+        lower by at most K·d_j·r, and is computed with errors E' and h' there. So the prediction
+        holds, exactly and as computed, as far as
+
+            r = min_{j≠top} (m_j - h - h')/(K·d_j) - (E + E')/K,
+
+        and all errors are taken where they are largest, at the end of that distance without them.
+        Where a number might overflow there, nothing is certified.
+        """
+        model, lipschitz = self.model, self.lipschitz_bound
+        with torch.autocast(images.device.type, enabled=False):
+            features = model.features(images)
+            logits = model.head(features)[0].double()
+        top = logits.argmax(1, keepdim=True)
+        margins, distances = logits.gather(1, top) - logits, lipschitz * self._distances
+
+        info, bias = torch.finfo(features.dtype), model.head.bias.double().abs().max()
+        unit, width = info.eps / 2, features.shape[1]
+        without = _smallest_ratio(margins, distances, top).clamp(max=FURTHEST)
+        # A pixel p/255 has been rounded already.
+        given = images.double().flatten(1)
+        norms = (given - 0.5).norm(dim=1) + 2 * unit * given.norm(dim=1)
+        norms = norms * (1 + 1e-9) + without
+        rounding = self.rounding.error.at(norms)
+        sizes = features.double().norm(dim=1) + lipschitz * without + 2 * rounding + bias
+        # |fl(w·f + b) - (w·f + b)| ≤ γ_{C+1}·(‖w‖‖f‖ + |b|) for each of two logits, and rows that
+        # are normalised to γ_{C+4}: 8·γ is more than both, and there are two places.
+        head = 16 * (gamma(width + 8, unit) * sizes + width * info.smallest_normal)
+        radii = _smallest_ratio(margins - head[:, None], distances, top)
+        radii = (radii - 2 * rounding / lipschitz).clamp(min=0, max=FURTHEST)
+        unbounded = self.rounding.overflows(norms) | ~(sizes <= info.max / 4)
+        # The last few operations round too.
+        return top.squeeze(1), torch.where(unbounded, 0.0, radii * (1 - 1e-14))
 
 
 def certified_radii(
@@ -108,19 +453,6 @@ def certified_radii(
 ) -> tuple[Tensor, Tensor]:
     """(labels, radii) of images; a `Certifier` saves measuring the weights each time."""
     return Certifier(model, lipschitz=lipschitz)(images)
-
-
-def _checked(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """Refuses images for which a radius would mean something else."""
-    if not isinstance(images, Tensor) or not images.is_floating_point():
-        kind = images.dtype if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f"images are {kind}: must be a tensor, uint8 or floating point in [0, 1]")
-    if torch.promote_types(images.dtype, dtype) != dtype:
-        raise ValueError(f"images are {images.dtype}, the weights {dtype}: use model.double()")
-    # Points somewhat outside [0, 1] are legitimate (attacks); pixels up to 255 are not.
-    if images.numel() and not bool(images.abs().max() < 16):
-        raise ValueError(f"images go up to {images.abs().max():g}: this model takes [0, 1]")
-    return images.to(dtype)
 
 
 def require_certifiable(model: LipNeXt) -> None:
@@ -170,8 +502,8 @@ def fingerprint(model: LipNeXt) -> list[object]:
     found: list[object] = [model.config, *(group.spec for group in model.block_groups())]
     for parameter in model.parameters():
         words = parameter.detach().reshape(-1).view(torch.int32)
-        for start in range(0, len(words), HASHED_AT_ONCE):
-            part = words[start : start + HASHED_AT_ONCE]
+        for start in range(0, len(words), 1 << 24):  # in parts, to spare memory
+            part = words[start : start + (1 << 24)]
             factors = torch.arange(start + 1, start + 1 + len(part), device=part.device)
             factors = factors * 0x1E3779B97F4A7C15  # and what overflows is dropped
             factors = (factors ^ (factors >> 29)) | 1

@@ -23,13 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from lipnext_scale.certification.certificate import (
-    SampleResults,
-    radius_name,
-    read_results,
-    wilson_interval,
-)
-from lipnext_scale.checkpoint.exports import SUFFIX, is_export
+from lipnext_scale.certification.certificate import SampleResults, radius_name, read_results
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import TestSet
 from lipnext_scale.utils.config import as_float
@@ -44,8 +38,6 @@ PICTURES = 8  # of each kind
 # the size of ImageNet's: shrinking would average the change away.
 LARGEST_PICTURE, LARGEST_ATTACKED = 160, 256
 AMPLIFICATIONS = (1000, 500, 200, 100, 50, 20, 10, 5, 2, 1)
-# Of more classes than this the page lists only the best and the worst.
-MANY_CLASSES, LISTED_CLASSES = 50, 10
 
 
 def write_report(
@@ -130,11 +122,9 @@ class Report:
             curve=svg(self.curve()),
             histogram=svg(histogram_figure(self.facts["histogram"])),
             paper=paper_table(self.facts, self.results),
-            violated=self.attack is not None and violated(self.attack),
             samples=extremes(self.results),
             picture=picture,
             attacked=self.attacked_pictures(),
-            classes=class_groups(self.facts),
             command=command_of(self.facts),
         )
 
@@ -149,11 +139,13 @@ class Report:
         arrays = self.attacked or {"samples": np.zeros(0)}
         for row, sample in enumerate(arrays["samples"].tolist()):
             one = {key: array[row] for key, array in arrays.items()}
-            change, factor = amplified(one["attacked"] - one["images"])
+            change = one["attacked"] - one["images"]
+            # As large as can be without clipping it.
+            factor = next((f for f in AMPLIFICATIONS if f * np.abs(change).max() <= 0.5), 1)
             name, pictures = self.name(sample), []
             for what, pixels, below in (
                 ("original", one["images"], self.class_name(int(one["labels"]))),
-                ("change", change, f"× {factor}, on grey"),
+                ("change", 0.5 + factor * change, f"× {factor}, on grey"),
                 ("attacked", one["attacked"], self.class_name(int(one["predictions"]))),
             ):
                 pixels = np.round(255 * pixels.clip(0, 1)).astype(np.uint8).transpose(1, 2, 0)
@@ -190,21 +182,22 @@ class Report:
         """Certified accuracy over the radius with its 95 % band, and what attacks left."""
         facts, results = self.facts, self.results
         certified = {float(key): share for key, share in facts["certified_accuracy"].items()}
-        end = furthest_shown(results, certified)
+        right = results.radii[results.correct]
+        # A hundredth of the right predictions may lie beyond the axis.
+        end = 1.05 * max([*certified, np.quantile(right, 0.99) if len(right) else 0.0]) or 1.0
         radii = np.linspace(0, end, 400)
-        share, low, high = certified_curve(results, radii)
+        shares = 100 * np.array([results.share(radius) for radius in radii])
+        low, high = 100 * np.array([results.interval(radius) for radius in radii]).T
         figure, axes = new_figure()
         kind = "certified" if facts["certified"] else "NOT certified"
-        axes.fill_between(
-            radii, 100 * low, 100 * high, color=PROVEN, alpha=0.18, lw=0, label="95 % confidence"
-        )
-        axes.plot(radii, 100 * share, color=PROVEN, linewidth=2, label=kind)
+        axes.fill_between(radii, low, high, color=PROVEN, alpha=0.18, lw=0, label="95 % confidence")
+        axes.plot(radii, shares, color=PROVEN, linewidth=2, label=kind)
         for radius, share in certified.items():
             axes.plot(radius, 100 * share, "o", color=PROVEN, markersize=5)
             # Below the curve, but above the axis.
-            place, ha, va = (
-                ((-3, -4), "right", "top") if share > 0.1 else ((3, 3), "left", "bottom")
-            )
+            place, ha, va = (-3, -4), "right", "top"
+            if share <= 0.1:
+                place, ha, va = (3, 3), "left", "bottom"
             text, at = f"{share:.1%}", (radius, 100 * share)
             axes.annotate(text, at, place, textcoords="offset points", color=INK, ha=ha, va=va)
         if self.attack is not None:
@@ -254,13 +247,6 @@ def squeezed(image: np.ndarray) -> np.ndarray:
     return image.squeeze(2) if image.shape[2] == 1 else image
 
 
-def amplified(change: np.ndarray) -> tuple[np.ndarray, int]:
-    """The change on mid-grey, as large as can be without clipping it."""
-    largest = float(np.abs(change).max())
-    factor = next((f for f in AMPLIFICATIONS if f * largest <= 0.5), 1)
-    return 0.5 + factor * change, factor
-
-
 # --------------------------------------------------------------------------------------------------
 # Figures.
 
@@ -284,22 +270,6 @@ def add_legend(figure: Figure) -> None:
     figure.legend(
         loc="outside upper left", ncols=3, frameon=False, labelcolor=INK, columnspacing=1.2
     )
-
-
-def certified_curve(
-    results: SampleResults, radii: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Certified accuracy at the radii, and both ends of its 95 % intervals."""
-    right = np.sort(results.radii[results.correct])
-    hits = len(right) - np.searchsorted(right, radii, side="left")
-    intervals = np.array([wilson_interval(int(hit), len(results)) for hit in hits])
-    return hits / len(results), intervals[:, 0], intervals[:, 1]
-
-
-def furthest_shown(results: SampleResults, epsilons: dict[float, float]) -> float:
-    """Where the axis of radii ends: a hundredth of the right predictions may lie beyond."""
-    right = results.radii[results.correct]
-    return 1.05 * max([*epsilons, np.quantile(right, 0.99) if len(right) else 0.0]) or 1.0
 
 
 def histogram_figure(histogram: dict[str, list[float]]) -> Figure:
@@ -334,8 +304,8 @@ def svg(figure: Figure) -> Markup:
 # Tables.
 
 
-def percent(share: float | None, digits: int = 1) -> str:
-    return "–" if share is None else f"{share:.{digits}%}"
+def percent(share: float, digits: int = 1) -> str:
+    return f"{share:.{digits}%}"
 
 
 def interval_text(interval: list[float], digits: int = 1) -> str:
@@ -365,33 +335,10 @@ def paper_table(facts: dict[str, Any], results: SampleResults) -> dict[str, Any]
     return {"data_set": data_set, "heads": heads, "rows": [own, *printed]}
 
 
-def violated(attack: dict[str, Any]) -> bool:
-    """Fewer robust than certified samples is a violation too."""
-    shares = attack["radii"].values()
-    return bool(attack["violations"]) or any(s["robust"] < s["certified"] for s in shares)
-
-
-def class_groups(facts: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """All classes; of many, those with the highest and the lowest certified accuracy."""
-    classes = facts["classes"]
-    if len(classes) <= MANY_CLASSES:
-        return {f"All {len(classes)} classes": classes}
-    # Where equally many are certified at the first radius, the larger ones decide.
-    ranked = sorted(
-        classes, key=lambda one: (*one["certified"].values(), one["clean"]), reverse=True
-    )
-    return {
-        f"The {LISTED_CLASSES} best classes": ranked[:LISTED_CLASSES],
-        f"The {LISTED_CLASSES} worst classes": ranked[-LISTED_CLASSES:],
-    }
-
-
 def command_of(facts: dict[str, Any]) -> str:
     """What makes this certificate again."""
     path, data = facts["model"]["path"], facts["data"]
-    of_export = path.endswith(SUFFIX) or is_export(Path(path))
-    words = ["python", "-m", "lipnext_scale.certify", "--model" if of_export else "--run", path]
-    words += ["--data", data["shards"]]
+    words = ["python", "-m", "lipnext_scale.certify", "--model", path, "--data", data["shards"]]
     words += ["--resize", str(data["resize"])] if data["resize"] else []
     words += ["--dtype", facts["arithmetic"]] if facts["arithmetic"] != "float64" else []
     radii = [radius_name(float(radius)) for radius in facts["certified_accuracy"]]

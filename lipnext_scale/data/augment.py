@@ -111,7 +111,7 @@ def augment(
 
 
 def resize_short_side(image: np.ndarray, short_side: int) -> np.ndarray:
-    """Bilinear; where it shrinks to less than a half, means over areas, lest it aliases.
+    """Bilinear; where it shrinks to less than a half, means over areas, which do not alias.
 
     (Means cost six times as much; a JPEG is decoded to less than twice the size beforehand.)
     """

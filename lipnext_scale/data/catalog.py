@@ -10,7 +10,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
@@ -26,7 +25,6 @@ from braceexpand import braceexpand
 
 from lipnext_scale.data.index import (
     Record,
-    SetIndex,
     beton_records,
     index_paths,
     map_records,
@@ -152,7 +150,8 @@ def stage(shard: str, cache: Cache, sha256: str | None = None) -> Path:
         where = f"{cache.key} = {str(cache.directory)!r}"
         raise UserError(f"{where}: cannot be written: {error.strerror}") from None
     try:
-        with _locked(path):
+        with path.with_name(f"{path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_staged(shard, cache):
                 _copy(shard, path, sha256)
     except (FileNotFoundError, UserError):
@@ -183,25 +182,6 @@ def is_staged(shard: str, cache: Cache) -> bool:
     now, then = os.stat(shard.removeprefix(FILE)), path.stat()
     seconds = now.st_mtime_ns // 10**9 * 10**9  # all that some file systems keep of a time
     return now.st_size == then.st_size and then.st_mtime_ns in (now.st_mtime_ns, seconds)
-
-
-def size_of(shard: str) -> int | None:
-    """The bytes of a remote shard; None where they are unknown: a pipe, some servers."""
-    if shard.startswith("pipe:"):
-        return None
-    try:
-        system, path = fsspec.core.url_to_fs(shard)
-        size = system.size(path)
-    except Exception:  # each protocol has its own
-        return None
-    return None if size is None else int(size)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.with_name(f"{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _copy(shard: str, path: Path, sha256: str | None) -> None:
@@ -356,7 +336,7 @@ def open_catalog(
 def _indexed_shards(
     parts: list[tuple[str, list[str]]], cache: Cache, known: Set[str]
 ) -> dict[str, Shard]:
-    """The shards that have an index beside them; what a wildcard would find must all be there."""
+    """The shards that have an index beside them."""
     by_set: dict[tuple[str, str], list[str]] = {}
     # By directory, the files that a pattern which found something there means. (The pattern may be
     # spelled otherwise than what it finds: //, memory:///.)
@@ -369,54 +349,37 @@ def _indexed_shards(
                 sought.setdefault(directory, set()).add(part.rpartition("/")[2])
     found: dict[str, Shard] = {}
     for (directory, name), members in by_set.items():
-        opened = _open_index(directory, name, members, cache)
-        if opened is None:
-            continue
-        json_path, npy_path, index, paths = opened
-        for entry in index.shards:
-            meant = any(fnmatch(entry.file, pattern) for pattern in sought[directory])
-            if meant and entry.file not in paths:
-                missing = os.path.join(directory, entry.file)
-                raise UserError(f"{missing}: is missing; {json_path.name} lists it")
-        found.update(_shards_of(json_path, npy_path, index, paths, known))
+        found.update(_open_set(directory, name, members, sought[directory], cache, known))
     return found
 
 
-def _open_index(
-    directory: str, name: str, members: list[str], cache: Cache
-) -> tuple[Path, Path, SetIndex, dict[str, tuple[str, str]]] | None:
-    """(both files of the index, the index, file → (name, path) of the members), None without an
-    index. A remote set is copied into the cache."""
+def _open_set(
+    directory: str,
+    name: str,
+    members: list[str],
+    sought: Set[str],
+    cache: Cache,
+    known: Set[str],
+) -> Iterator[tuple[str, Shard]]:
+    """(name, shard) of the members, nothing without an index. A remote set is copied into the
+    cache. Files and records must be those that the index was written with, and every shard of the
+    index that matches `sought` must be there."""
     json_path, npy_path = index_paths(Path(directory), name)
-    files = [member.rpartition("/")[2] for member in members]
-    if not is_remote(directory):
-        if not json_path.exists():
-            return None
-        index, paths = read_index(json_path, counts=False), members
-    else:
+    files, paths = [os.path.basename(member) for member in members], members
+    if is_remote(directory):
         try:
             json_path = stage(f"{directory}/{json_path.name}", cache)
         except FileNotFoundError:
-            return None
-        index = read_index(json_path, counts=False)
+            return
+    elif not json_path.exists():
+        return
+    index = read_index(json_path, counts=False)
+    if is_remote(directory):
         (npy_path,) = stage_all([f"{directory}/{npy_path.name}"], cache, [index.records])
         digests = {entry.file: entry.sha256 for entry in index.shards}
         copies = stage_all(members, cache, [digests.get(file) for file in files])
         paths = [str(path) for path in copies]
-    places = zip(members, paths, strict=True)
-    return json_path, npy_path, index, dict(zip(files, places, strict=True))
-
-
-def _shards_of(
-    json_path: Path,
-    npy_path: Path,
-    index: SetIndex,
-    paths: dict[str, tuple[str, str]],
-    known: Set[str],
-) -> dict[str, Shard]:
-    """The shards at `paths`; files and records must be those that the index was written with."""
-    unknown = paths.keys() - {entry.file for entry in index.shards}
-    if unknown:
+    if unknown := set(files) - {entry.file for entry in index.shards}:
         raise UserError(f"{json_path}: does not know {min(unknown)}, which lies beside it")
     records = map_records(npy_path, index.samples)
     stamp, classes = file_stamp(npy_path, index.records), tuple(index.classes)
@@ -425,17 +388,19 @@ def _shards_of(
             f"{npy_path}: is not the file that {json_path.name} was written with; "
             "python -m data_prep.index --force writes both anew"
         )
-    shards, first = {}, 0
+    places, first = dict(zip(files, zip(members, paths, strict=True), strict=True)), 0
     for entry in index.shards:
-        if entry.file in paths:
-            name, path = paths[entry.file]
+        if entry.file in places:
+            shard, path = places[entry.file]
             size = os.stat(path).st_size
             if size != entry.bytes:
-                raise UserError(f"{name}: has {size} bytes, its index says {entry.bytes}")
+                raise UserError(f"{shard}: has {size} bytes, its index says {entry.bytes}")
             own, recorded = records[first : first + entry.samples], f"{index.records} {first}"
-            shards[name] = Shard(name, path, own, size, entry.sha256, recorded, stamp, classes)
+            yield shard, Shard(shard, path, own, size, entry.sha256, recorded, stamp, classes)
+        elif any(fnmatch(entry.file, pattern) for pattern in sought):
+            missing = os.path.join(directory, entry.file)
+            raise UserError(f"{missing}: is missing; {json_path.name} lists it")
         first += entry.samples
-    return shards
 
 
 def _open_alone(name: str, path: str, room: int) -> Shard:

@@ -46,7 +46,7 @@ class DataConfig:
     # Samples read in one go, and samples that are shuffled together; data/order.py. 0: chosen.
     read_block: int = 0
     shuffle_window: int = 16384
-    # A sample that cannot be used ends the run, or another one stands in; at most so many may.
+    # A bad sample ends the run, or another one replaces it, for at most bad_sample_limit of them.
     on_bad_sample: Literal["fail", "substitute"] = changeable("fail")
     bad_sample_limit: int = changeable(100)
     # Compare the sha256 of every shard with its index before training.

@@ -15,9 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lipnext_scale.data.index import KINDS
+from lipnext_scale.data.index import KINDS, Record
 
-RAW = KINDS["raw"]
 # More is no photograph but a decompression bomb; Pillow's own limit.
 MAX_PIXELS = 178_956_970
 _PNG_START = b"\x89PNG\r\n\x1a\n"
@@ -42,31 +41,33 @@ class BadSample(Exception):
     """A sample that cannot be used, and why."""
 
 
-def channels_of(encoded: bytes, kind: int, channels: int = 0) -> int:
-    """1 for a greyscale image, else 3; `channels` is that of raw pixels."""
-    if kind == RAW:
-        return channels
+def image_header(encoded: bytes) -> tuple[str, int, int, int]:
+    """(kind, height, width, channels) of a JPEG or PNG; channels: 1 for greyscale, else 3."""
     if _is_png(encoded):
-        return 1 if _png_header(encoded)[3] == _PNG_GREY else 3
-    return 1 if _jpeg_header(encoded)[2] == "Gray" else 3
+        height, width, _, colour_type = _png_header(encoded)
+        return "png", height, width, 1 if colour_type == _PNG_GREY else 3
+    height, width, colours = _jpeg_header(encoded)
+    return "jpeg", height, width, 1 if colours == "Gray" else 3
 
 
 def decode(
     encoded: bytes,
-    kind: int,
-    channels: int,
-    shape: tuple[int, int, int] = (0, 0, 0),
+    record: Record,
+    channels: int = 0,
     at_least: int = 0,
     scratch: np.ndarray | None = None,
 ) -> np.ndarray:
     """Pixels [H, W, channels]; greyscale becomes RGB where 3 channels are wanted.
 
-    shape: that of raw pixels. at_least: a JPEG whose sides are twice that or more may come out
-    smaller, but not below; libjpeg-turbo then decodes a half, a quarter or an eighth of each side.
+    channels: 0: as many as are stored.
+    at_least: a JPEG whose sides are twice that or more may come out smaller, but not below;
+    libjpeg-turbo then decodes a half, a quarter or an eighth of each side.
     scratch: bytes that a JPEG may be decoded into: fresh memory costs 3 % of the decoding.
     """
-    if kind == RAW:
-        return _raw(encoded, channels, shape)
+    if record.kind == KINDS["raw"]:
+        shape = (record.height, record.width, record.channels)
+        return _raw(encoded, channels or record.channels, shape)
+    channels = channels or image_header(encoded)[3]
     if _is_png(encoded):
         return _png(encoded, channels)
     return _jpeg(encoded, channels, at_least, scratch)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from lipnext_scale.data.augment import AugmentConfig, centre_crop, require_size, resize_short_side
 from lipnext_scale.data.catalog import Catalog, open_catalog
 from lipnext_scale.data.config import DataConfig
-from lipnext_scale.data.decode import BadSample
+from lipnext_scale.data.decode import BadSample, decode
 from lipnext_scale.data.loader import BatchMaker, StreamLoader, lost_a_worker, made_by_workers
 from lipnext_scale.data.source import SampleStore, Source, SourceOptions
 from lipnext_scale.utils.config import ConfigError
@@ -89,10 +89,6 @@ class TestSet(Dataset[_Made]):
         shard, _ = self.catalog.place_of(sample)
         return f"{shard.name.rpartition('/')[2]}: {self._store.key(sample)}"
 
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        return self._channels, self._size, self._size
-
     def __len__(self) -> int:
         """Its batches on this rank."""
         return len(self._parts)
@@ -123,7 +119,7 @@ class TestSet(Dataset[_Made]):
         """A test set is certified sample by sample, so a bad one has no substitute."""
         try:
             encoded, record = self._store.read(sample)
-            image = self._store.decode(encoded, record, self._channels)
+            image = decode(encoded, record, self._channels)
             if self.resize:
                 image = centre_crop(resize_short_side(image, self.resize), self._size)
             require_size(image, self._size)
@@ -264,7 +260,8 @@ def _some_shapes(catalog: Catalog) -> list[tuple[int, int, int]]:
     store, shapes, reason = SampleStore(catalog), [], ""
     for sample in range(0, len(catalog), max(1, len(catalog) // _LOOKED_AT)):
         try:
-            shapes.append(store.stored_shape(sample))
+            height, width, channels = decode(*store.read(sample)).shape
+            shapes.append((channels, height, width))
         except BadSample as bad:
             reason = reason or f"{catalog.key}: {store.name(sample)} {bad}"
     if not shapes:

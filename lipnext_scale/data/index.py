@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from webdataset.tariterators import group_by_keys
@@ -220,49 +220,52 @@ def sample_key(path: str | Path, record: Record) -> str:
     if cut_off or "?" in entry.name or not entry.isreg() or entry.size != record.size:
         return unknown
     directory, slash, file_name = entry.name.rpartition("/")
-    return _printable(directory + slash + file_name.split(".")[0])
+    return printable(directory + slash + file_name.split(".")[0])
 
 
-def _printable(name: str) -> str:
-    """A name from a tar as it can be shown in one line of any terminal."""
-    return name if name.isprintable() else repr(name)
+def printable(name: str) -> str:
+    """A name that fits a line of any terminal and a JSON file, whatever bytes it is made of."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
-def _members(file: io.FileIO) -> Iterator[dict[str, Any]]:
-    """The regular files of the tar as `group_by_keys` takes them; their data is their TarInfo."""
-    if os.pread(file.fileno(), 2, 0) == b"\x1f\x8b":
-        raise tarfile.ReadError("it is compressed; unpack it")
+def tar_files(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
+    """The regular files of the tar that begins here; a cut or damaged one is refused."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         before = -1
         while (entry := tar.next()) is not None:
-            # A negative size would send tarfile back, to read the same members for ever.
+            # A negative size would send tarfile back, to read the same members forever.
             if entry.size < 0 or entry.offset_data <= before:
                 raise tarfile.ReadError(f"the header at byte {entry.offset} is damaged")
             before = entry.offset_data
-            first = entry.name.split("/")[0]
-            own = len(first) >= 4 and first.startswith("__") and first.endswith("__")  # __meta__
-            if entry.isreg() and not own:
-                yield {"fname": entry.name, "data": entry, "__url__": file.name}
+            if entry.isreg():
+                yield entry
             tar.members = []  # type: ignore[attr-defined]  # else it remembers every entry
-        _require_end(file, tar.offset)
+        # tarfile takes a cut or a damaged header between two files for the end, which is two
+        # empty blocks.
+        file.seek(tar.offset)
+        blocks = file.read(2 * tarfile.BLOCKSIZE)
+        if any(blocks):
+            raise tarfile.ReadError(f"the header at byte {tar.offset} is damaged")
+        if len(blocks) < 2 * tarfile.BLOCKSIZE:
+            raise tarfile.ReadError(f"it is cut off at byte {tar.offset + len(blocks)}")
 
 
-def _require_end(file: io.FileIO, end: int) -> None:
-    """tarfile takes a cut or a damaged header between two files for the end. The end is two empty
-    blocks, and nothing but zeros after them: a second tar there would be lost silently."""
-    blocks = os.pread(file.fileno(), 2 * tarfile.BLOCKSIZE, end)
-    if any(blocks):
-        raise tarfile.ReadError(f"the header at byte {end} is damaged")
-    if len(blocks) < 2 * tarfile.BLOCKSIZE:
-        raise tarfile.ReadError(f"it is cut off at byte {end + len(blocks)}")
-    file.seek(end)
-    while rest := file.read(1 << 20):
+def _members(file: io.FileIO) -> Iterator[dict[str, Any]]:
+    """The files of a shard as `group_by_keys` takes them; their data is their TarInfo."""
+    if os.pread(file.fileno(), 2, 0) == b"\x1f\x8b":
+        raise tarfile.ReadError("it is compressed; unpack it")
+    for entry in tar_files(file):
+        first = entry.name.split("/")[0]
+        own = len(first) >= 4 and first.startswith("__") and first.endswith("__")  # __meta__
+        if not own:
+            yield {"fname": entry.name, "data": entry, "__url__": file.name}
+    while rest := file.read(1 << 20):  # a second tar there would be lost silently
         if rest.strip(b"\0"):
-            raise tarfile.ReadError(f"there is more after its end at byte {end}")
+            raise tarfile.ReadError("there is more after its end")
 
 
 def _record(sample: dict[str, Any], file: io.FileIO, shard: str) -> Record:
-    name = f"{shard}: sample {_printable(sample['__key__'])}"
+    name = f"{shard}: sample {printable(sample['__key__'])}"
     suffix = next((suffix for suffix in IMAGE_KINDS if suffix in sample), None)
     if suffix is None or "cls" not in sample:
         raise UserError(f"{name} needs a .cls and an image ({', '.join(IMAGE_KINDS)})")
@@ -275,8 +278,8 @@ def _label(file: io.FileIO, entry: tarfile.TarInfo, name: str) -> int:
     try:
         label = int(text)
     except ValueError:
-        shown = repr(text[:20])[1:] + ("…" if len(text) > 20 else "")
-        raise UserError(f"{name} cannot be decoded: its class is {shown}, not a number") from None
+        wrong = f"its class is {text[:20]!r}, not a number"
+        raise UserError(f"{name} cannot be decoded: {wrong}") from None
     if not -(2**31) <= label < 2**31:
         raise UserError(f"{name} has a class beyond 32 bits: {label}")
     return label
@@ -291,7 +294,7 @@ def _label(file: io.FileIO, entry: tarfile.TarInfo, name: str) -> int:
 INSTALL = (
     "apt-get install libopencv-dev libturbojpeg0-dev pkg-config; pip install 'lipnext_scale[ffcv]'"
 )
-_FFCV_JPEG, _FFCV_RAW = 0, 1  # FFCV's own numbers, its IMAGE_MODES
+_FFCV_RAW = 1  # in FFCV's IMAGE_MODES
 
 
 def require_ffcv(problem: str, way_out: str = "") -> None:
@@ -308,26 +311,7 @@ def beton_records(path: Path) -> np.ndarray:
         f"{path}: has no index and reading it",
         f"; or write its index where FFCV is installed: python -m data_prep.ffcv --index {path}",
     )
-    reader = _open_beton(path)
-    image, labels = _image_and_label(path, reader)
-    # The bytes of each image, by FFCV's table of all that it allocated.
-    table = np.sort(reader.alloc_table, order="ptr")
-    rows = np.minimum(np.searchsorted(table["ptr"], image["data_ptr"]), len(table) - 1)
-    sizes = table["size"][rows]
-    known = table["ptr"][rows] == image["data_ptr"]
-    _require_sound(path, image, sizes, known, int(reader.header["alloc_table_ptr"]))
-    narrow = (-(2**31) <= labels) & (labels < 2**31)
-    if not narrow.all():
-        first = int(np.argmin(narrow))
-        raise UserError(f"{path}: sample {first} has a class beyond 32 bits: {labels[first]}")
-    records = np.zeros(len(image), dtype=RECORD)
-    records["offset"], records["size"], records["label"] = image["data_ptr"], sizes, labels
-    records["height"], records["width"], records["channels"] = image["height"], image["width"], 3
-    records["kind"] = np.where(image["mode"] == _FFCV_RAW, KINDS["raw"], KINDS["jpeg"])
-    return records
-
-
-def _open_beton(path: Path) -> Any:
+    from ffcv.fields import IntField, RGBImageField
     from ffcv.reader import Reader
 
     try:
@@ -338,17 +322,10 @@ def _open_beton(path: Path) -> Any:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{path}: is no FFCV file that can be read: {reason}") from None
     end, page = int(reader.header["alloc_table_ptr"]), int(reader.page_size)
-    if not 0 < int(reader.num_samples) == len(reader.metadata) or not len(reader.alloc_table):
-        raise UserError(f"{path}: is damaged: it does not have the samples that it says")
     if not 0 < end < size or page == 0 or end % page:  # its table follows full pages
         raise UserError(f"{path}: is damaged: its last page is cut off")
-    return reader
-
-
-def _image_and_label(path: Path, reader: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What FFCV keeps of the one image and the one number of each sample."""
-    from ffcv.fields import IntField, RGBImageField
-
+    if not len(reader.metadata) or not len(reader.alloc_table):
+        raise UserError(f"{path}: is damaged or holds no samples")
     kinds = [type(handler) for handler in reader.handlers.values()]
     if len(kinds) != 2 or set(kinds) != {RGBImageField, IntField}:
         names = zip(reader.handlers, kinds, strict=True)
@@ -358,18 +335,19 @@ def _image_and_label(path: Path, reader: Any) -> tuple[np.ndarray, np.ndarray]:
             "IntField for the label, and nothing else"
         )
     # Columns are called f0, f1, … in the order of the fields.
-    column = {kind: reader.metadata[f"f{number}"] for number, kind in enumerate(kinds)}
-    return column[RGBImageField], column[IntField]
-
-
-def _require_sound(
-    path: Path, image: np.ndarray, sizes: np.ndarray, known: np.ndarray, end: int
-) -> None:
-    """The images lie before the table at `end`, and raw ones have as many bytes as pixels."""
-    pixels = image["height"].astype(np.uint64) * image["width"] * 3
-    room = np.minimum(sizes, end)  # unsigned numbers have no sums that are too large
-    inside = (0 < sizes) & (sizes < 2**32) & (sizes == room) & (image["data_ptr"] <= end - room)
-    raw, jpeg = image["mode"] == _FFCV_RAW, image["mode"] == _FFCV_JPEG
-    sound = known & inside & np.where(raw, sizes == pixels, jpeg & (pixels > 0))
+    image, labels = (reader.metadata[f"f{kinds.index(kind)}"] for kind in (RGBImageField, IntField))
+    # The bytes of each image, by FFCV's table of all that it allocated.
+    table = np.sort(reader.alloc_table, order="ptr")
+    rows = np.minimum(np.searchsorted(table["ptr"], image["data_ptr"]), len(table) - 1)
+    sizes = table["size"][rows]
+    inside = image["data_ptr"].astype(float) + sizes <= end  # a sum of unsigned numbers may wrap
+    known = (table["ptr"][rows] == image["data_ptr"]) & (sizes < 2**32)
+    sound = known & inside & (labels == labels.astype("<i4"))
     if not sound.all():
-        raise UserError(f"{path}: is damaged: sample {int(np.argmin(sound))} is no image")
+        first = int(np.argmin(sound))
+        raise UserError(f"{path}: is damaged at sample {first}, or its class is beyond 32 bits")
+    records = np.zeros(len(image), dtype=RECORD)
+    records["offset"], records["size"], records["label"] = image["data_ptr"], sizes, labels
+    records["height"], records["width"], records["channels"] = image["height"], image["width"], 3
+    records["kind"] = np.where(image["mode"] == _FFCV_RAW, KINDS["raw"], KINDS["jpeg"])
+    return records

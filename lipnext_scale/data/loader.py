@@ -357,7 +357,7 @@ class BadSamples:
                 f"{len(self._known)} bad samples, more than data.bad_sample_limit = {self._limit}; "
                 f"{self._listed} names them"
             )
-        lines = [f"{name}: another one stands in for it" for name in names[:NAMED_AT_ONCE]]
+        lines = [f"{name}: another one replaces it" for name in names[:NAMED_AT_ONCE]]
         if more := len(names[NAMED_AT_ONCE:]):
             lines.append(f"… and {more} more bad samples at once: {self._listed} names all")
         return lines

@@ -9,7 +9,7 @@ import numpy as np
 
 from lipnext_scale.data.augment import AugmentConfig, AugmentParams, augment, draw_params
 from lipnext_scale.data.catalog import Catalog, Shard
-from lipnext_scale.data.decode import BadSample, channels_of, decode
+from lipnext_scale.data.decode import BadSample, decode
 from lipnext_scale.data.index import Record, sample_key
 from lipnext_scale.data.order import Order, below, choose_block, sample_bits
 from lipnext_scale.utils.config import ConfigError
@@ -41,24 +41,6 @@ class SampleStore:
         if len(encoded) != record.size:
             raise BadSample(f"the shard ends {record.size - len(encoded)} bytes too early")
         return encoded, record
-
-    def decode(
-        self,
-        encoded: bytes,
-        record: Record,
-        channels: int,
-        at_least: int = 0,
-        scratch: np.ndarray | None = None,
-    ) -> np.ndarray:
-        shape = (record.height, record.width, record.channels)
-        return decode(encoded, record.kind, channels, shape, at_least, scratch)
-
-    def stored_shape(self, sample: int) -> tuple[int, int, int]:
-        """(channels, height, width) of an image as it is stored."""
-        encoded, record = self.read(sample)
-        channels = channels_of(encoded, record.kind, record.channels)
-        height, width, channels = self.decode(encoded, record, channels).shape
-        return channels, height, width
 
     def key(self, sample: int) -> str:
         """The key of a sample in its shard; in an FFCV file, which has none, its number."""
@@ -123,7 +105,7 @@ SUBSTITUTES = 20  # tried for a bad sample
 class BadReport:
     """A sample that could not be used; `sample` is its number in its source.
 
-    replaced: another one stands in; else the batch has a hole and must not be used.
+    replaced: by another one; else the batch has a hole and must not be used.
     """
 
     source: str
@@ -197,7 +179,7 @@ class Source:
         """As large as augmentation needs it; it lasts until the next image is decoded."""
         options = self.options
         at_least = options.augment.resize[1]
-        return self.store.decode(encoded, record, options.channels, at_least, self._scratch)
+        return decode(encoded, record, options.channels, at_least, self._scratch)
 
     def _substitute(
         self,

@@ -63,7 +63,7 @@ class BlockStats:
         own = [tensor.flatten().to(processes.device) for tensor in (self._squares, self._sizes)]
         self._squares = self._sizes = None
         everyone = processes.gather(torch.cat(own))
-        gradients = everyone[:, : depth + 1].sum(0).div(self._engine.replicas()).sqrt()
+        gradients = everyone[:, : depth + 1].sum(0).sqrt()
         largest = everyone[:, depth + 1 :].amax(0)  # 0 for matrices that other ranks hold
         values = torch.cat([gradients, largest]).tolist()
         return DepthStatistics(
@@ -78,9 +78,8 @@ def gradient_squares(engine: Engine) -> Tensor:
     """[depth + 1]: sums of squares of this rank's gradients by block, and of the head's."""
     depth = engine.model.config.depth
     held: list[list[Tensor]] = [[] for _ in range(depth + 1)]
-    for name, gradient in engine.named_gradients():
-        # In double precision, as `Engine.gradient_norm`: a norm of 1e20 is large, not infinite.
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    for name, gradient, copies in engine.named_gradients():
+        norm = torch.linalg.vector_norm(gradient).double() / copies**0.5
         held[_block(name, depth)].append(norm)
     nothing = torch.zeros((), dtype=torch.float64, device=engine.processes.device)
     sums = [torch.stack(norms).square().sum() if norms else nothing for norms in held]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from lipnext_scale.certification.radius import nominal_radii
+from lipnext_scale.certification.certifier import nominal_radii
 from lipnext_scale.data import DataSets, to_unit_range
 from lipnext_scale.data.evaluation import TestBatch
 from lipnext_scale.distributed import Engine

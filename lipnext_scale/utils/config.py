@@ -229,8 +229,11 @@ def _moved(values: dict[str, Any], moved: Mapping[str, str]) -> dict[str, Any]:
         (there, key), (section, name) = old.split("."), new.split(".")
         old_section, new_section = values.get(there), values.get(section) or {}
         if isinstance(old_section, dict) and key in old_section and isinstance(new_section, dict):
+            value, other = old_section[key], new_section.get(name, old_section[key])
+            if other != value:
+                raise ConfigError(old, value, f"is {new} now, which is {_shown(other)}")
             rest = {k: v for k, v in old_section.items() if k != key}
-            values = {**values, there: rest, section: {name: old_section[key], **new_section}}
+            values = {**values, there: rest, section: {**new_section, name: value}}
     return values
 
 

@@ -76,9 +76,7 @@ def test_the_same_model_passes_with_its_own_bound(
         assert found["certified"] <= found["robust"] <= written["clean_accuracy"]
         assert found["interval"][0] <= found["robust"] <= found["interval"][1]
     assert written["attacked"] == 9 and written["attacks_inside_the_radius"] == 18
-    assert (written["methods"], written["steps"], written["restarts"]) == (["pgd", "apgd"], 8, 1)
-    printed = capsys.readouterr().out
-    assert "ε = 36/255" in printed and "samples that change inside it: 0" in printed
+    assert "samples that change inside it: 0" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -122,7 +120,6 @@ def test_some_samples_evenly_spaced(broken: list[str], tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--samples", "10"], "--samples 10: must be 1 to 9"),
-        (["--methods", "fgsm"], "fgsm"),
         (["--steps", "0"], "--steps 0"),
         (["--inside", "1.5"], "--inside 1.5"),
         (["--assume-lipschitz", "0"], "--assume-lipschitz 0"),

@@ -11,7 +11,6 @@ from lipnext_scale.attacks import (
     Points,
     Targets,
     hunt,
-    images_at_once,
     nearest_change,
     robust_at,
 )
@@ -59,15 +58,6 @@ def test_a_model_that_breaks_its_certificate_is_caught(seed: int, in_a_corner: b
     assert count(hunt(attacker, targets)) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("activation", ["beta_abs", "minmax"])
-def test_sound_models_are_not_violated(activation: str, dtype: torch.dtype) -> None:
-    """In both arithmetics that can be certified; the fuzz has networks of every kind."""
-    model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 3, 4, activation=activation), seed=3).to(dtype)
-    attacker, targets = prepared(model, images_of(20, 8, 3))
-    assert (targets.radii > 0).sum() >= 18 and count(hunt(attacker, targets)) == 0
-
-
 def test_a_large_model_is_attacked_in_parts() -> None:
     """Three images at a time get what all get together, up to the rounding of float32."""
     model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 1, 4), seed=2).double()
@@ -79,8 +69,6 @@ def test_a_large_model_is_attacked_in_parts() -> None:
     points = attacker.attack("apgd", 1, parts, 2 * targets.radii, clip=True)
     torch.testing.assert_close(points.attacked, together.attacked, rtol=0, atol=1e-3)
     assert torch.equal(points.labels, together.labels)
-    config = LipNeXtConfig()
-    assert images_at_once(config, 2**40) == 256 and images_at_once(config, 1) == 1
 
 
 def test_a_point_outside_the_radius_or_without_a_claim_is_no_violation() -> None:

@@ -4,10 +4,6 @@ import argparse
 import csv
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +14,11 @@ from sets_making import write_set
 from shard_making import encode, write_tar
 
 from lipnext_scale import certify
-from lipnext_scale.certification.certificate import read_results
-from lipnext_scale.certification.target import add_arguments, open_target
+from lipnext_scale.certification.certificate import add_arguments, open_target, read_results
 from lipnext_scale.certify import Certifier, load_model, main
 from lipnext_scale.checkpoint.exports import save_export
 from lipnext_scale.config.recipe import load_recipe
+from lipnext_scale.data import TestBatch
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.training.trainer import Trainer
 
@@ -34,9 +30,7 @@ def read_certificate(directory: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_the_demo_reaches_its_figures(
-    demo_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_reaches_its_figures(demo_run: Path, tmp_path: Path) -> None:
     """≥ 95 % clean, ≥ 90 % certified at 36/255, ≥ 60 % at 0.5, K ≤ 1.001, and all files there.
 
     The newest checkpoint by its own name gives the certificate of the run.
@@ -49,10 +43,6 @@ def test_the_demo_reaches_its_figures(
     assert found["certified_accuracy"]["0.5"] >= 0.60
     assert 1 <= found["lipschitz_bound"] <= 1.001
     assert 0 < found["rounding"]["features"] < 1e-9
-    printed = capsys.readouterr().out
-    radii = [f"ε = {name}" for name in ("36/255", "72/255", "108/255", "0.5", "1")]
-    for words in ("clean accuracy", *radii, "bound K", "float64"):
-        assert words in printed
     assert {path.name for path in (tmp_path / "run").iterdir()} == {*FILES}
     newest = max((demo_run / "checkpoints").glob("step-*[0-9]"))
     main(["--model", str(newest), "--out", str(tmp_path / "checkpoint")])
@@ -120,34 +110,28 @@ def test_any_number_of_processes_writes_the_same(export: Path, tmp_path: Path) -
             assert found == (tmp_path / "1" / name).read_bytes(), name
 
 
-@pytest.mark.slow
-def test_a_killed_command_continues(
+def test_a_stopped_command_continues(
     export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finished chunks are not done again, and nothing differs."""
     main(arguments(export, tmp_path / "whole"))
-    code = (
-        "import time, lipnext_scale.certify as c\n"
-        "work = c._work\n"
-        "c._work = lambda radii, batch: (time.sleep(1), work(radii, batch))[1]\n"
-        f"c.main({arguments(export, tmp_path / 'killed')!r})\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code])
-    while not list((tmp_path / "killed").glob(".certify-*/000000.npz")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    done = len(list((tmp_path / "killed").glob(".certify-*/*.npz")))
-    assert 1 <= done < 3
-    chunks, work = [], certify._work
-    monkeypatch.setattr(
-        certify, "_work", lambda radii, batch: (chunks.append(batch), work(radii, batch))[1]
-    )
-    main(arguments(export, tmp_path / "killed"))
-    assert len(chunks) == 3 - done
-    for name in ("certificate.json", "samples.csv"):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    seen, work = [], certify._work
+
+    def stops(radii: Certifier, batch: TestBatch) -> dict[str, np.ndarray]:
+        seen.append(int(batch.ids[0]))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return work(radii, batch)
+
+    monkeypatch.setattr(certify, "_work", stops)
+    with pytest.raises(SystemExit):
+        main(arguments(export, tmp_path / "stopped"))
+    main(arguments(export, tmp_path / "stopped"))
+    assert seen == [0, 256, 256, 512]
+    for name in FILES:
+        found = (tmp_path / "stopped" / name).read_bytes()
+        assert found == (tmp_path / "whole" / name).read_bytes()
+    assert {path.name for path in (tmp_path / "stopped").iterdir()} == {*FILES}
 
 
 def test_other_arithmetics_are_named(
@@ -172,15 +156,10 @@ def broken(export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         model.groups[0].bank[1, 2, 3] = float("nan")
     save_export(model, directory / "nan.safetensors")
-    content = (export / "m.safetensors").read_bytes()
-    (directory / "cut.safetensors").write_bytes(content[: len(content) // 2])
-    (directory / "m.safetensors").write_bytes(content)
-    image = np.zeros((9, 9, 3), np.uint8)
-    write_tar(directory / "larger.tar", [("a.cls", b"0"), ("a.png", encode(image))])
-    write_tar(directory / "labels.tar", [("a.cls", b"9"), ("a.png", encode(image[:8, :8]))])
-    write_tar(directory / "grey.tar", [("a.cls", b"0"), ("a.png", encode(image[:8, :8, 0]))])
-    write_tar(directory / "empty.tar", [])
-    write_tar(directory / "damaged.tar", [("a.cls", b"0"), ("a.png", encode(image[:8, :8])[:60])])
+    shutil.copy(export / "m.safetensors", directory)
+    (directory / "cut.safetensors").write_bytes((export / "m.safetensors").read_bytes()[:3000])
+    image = encode(np.zeros((9, 9, 3), np.uint8))
+    write_tar(directory / "larger.tar", [("a.cls", b"0"), ("a.png", image)])
     return directory
 
 
@@ -199,10 +178,6 @@ GOOD = [*MODEL, "--data", "TEST"]
         (["--model", "nan.safetensors", "--data", "TEST"], "not finite"),
         (["--model", "cut.safetensors", "--data", "TEST"], "cut.safetensors: is not a readable"),
         ([*MODEL, "--data", "larger.tar"], "--data are 3×9×9; --resize makes"),
-        ([*MODEL, "--data", "labels.tar"], "labels from 9 to 9"),
-        ([*MODEL, "--data", "grey.tar"], "--data are 1×8×8"),
-        ([*MODEL, "--data", "empty.tar"], "hold no samples"),
-        ([*MODEL, "--data", "damaged.tar"], "damaged.tar"),
         ([*GOOD, "--radii=-1/4"], "-1/4"),
         ([*GOOD, "--json", "no/such/dir/c.json"], "no/such/dir"),
         ([*GOOD, "--out", "m.safetensors"], "must be a directory"),
@@ -239,4 +214,5 @@ def test_local_copies_of_the_run_are_used_where_they_exist(tmp_path: Path) -> No
     shutil.rmtree(node)
     here = open_target(given)
     assert all(Path(s.path).parent == tmp_path / "set" for s in here.test.catalog.shards)
-    assert not node.exists() and here.identity() == there.identity()
+    assert not node.exists()
+    assert here.test.catalog.fingerprint() == there.test.catalog.fingerprint()

@@ -168,7 +168,7 @@ def tightness(case: Case) -> np.ndarray:
     exact = exact_features(case.model, case.exact_images, exact_pixels)
     n = torch.from_numpy(norm(exact_pixels(case.exact_images) - 0.5).astype(np.float64))
     with case, torch.no_grad():
-        rounding = Certifier(case.model)._known.rounding
+        rounding = Certifier(case.model).rounding
         computed = case.model.features(case.images)
     error = norm(extended(computed) - exact)
     bound = rounding.error.at(n).numpy()
@@ -188,13 +188,10 @@ def attacked(case: Case) -> int:
     centre = exact_pixels(case.exact_images)
     reach = (radii * (1 - 1e-6)).clamp(max=8)
     for restart in range(2):
-        starts = random_starts(
-            tuple(case.images.shape[1:]), 0, torch.arange(len(labels)), restart, stream=0
-        )
-        moved = case.images + pgd(
-            case.model, case.images, labels, reach, starts.to(case.images), steps=8
-        )
-        moved = moved.detach()
+        shape, ids = tuple(case.images.shape[1:]), torch.arange(len(labels))
+        starts = random_starts(shape, 0, ids, restart, stream=0).to(case.images)
+        delta = pgd(case.model, case.images, labels, reach, starts, steps=8)
+        moved = (case.images + delta).detach()
         inside = (norm(extended(moved) - centre) <= radii.numpy()) & (radii.numpy() > 0)
         with case, torch.no_grad():
             program = case.model(moved).argmax(1).numpy()
@@ -203,7 +200,7 @@ def attacked(case: Case) -> int:
         assert (exact == labels.numpy())[inside].all(), "the exact label changes"
         change = norm(exact_features(case.model, moved) - exact_features(case.model, case.images))
         bound = certifier.lipschitz_bound * norm(extended(moved) - extended(case.images))
-        noise = certifier._known.rounding.error.at(torch.tensor(1e3)).item() * REFERENCE
+        noise = certifier.rounding.error.at(torch.tensor(1e3)).item() * REFERENCE
         assert (change <= bound + noise).all(), "K is too small"
     return int((radii > 0).sum())
 

@@ -14,9 +14,7 @@ from exact_network import decimals, exact_features, exact_logits, extended, need
 from test_certification_fuzz import align, draw_matrix, norm
 
 from lipnext_scale.certification import Certifier, lipschitz_bound
-from lipnext_scale.certification.bounds import measure_blocks
-from lipnext_scale.certification.radius import certified_margins
-from lipnext_scale.certification.rounding import Affine, FeatureRounding, feature_rounding
+from lipnext_scale.certification.certifier import Affine
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -33,14 +31,9 @@ def trained_like(config: LipNeXtConfig, seed: int) -> LipNeXt:
     return model
 
 
-def rounding_of(model: LipNeXt) -> FeatureRounding:
-    blocks = measure_blocks(model)
-    dtype = model.head.weight.dtype
-    return feature_rounding([blocks[i] for i in range(len(blocks))], model.config, dtype)
-
-
 def bound_at(model: LipNeXt, images: torch.Tensor) -> np.ndarray:
-    return rounding_of(model).error.at((images.double() - 0.5).flatten(1).norm(dim=1)).numpy()
+    n = (images.double() - 0.5).flatten(1).norm(dim=1)
+    return Certifier(model).rounding.error.at(n).numpy()
 
 
 @BOTH
@@ -146,32 +139,31 @@ def test_every_byte_through_a_network_of_one_number() -> None:
             model.groups[0].bank.fill_(1)
             pixels = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1)
             computed = model.features(pixels.to(dtype) / 255).flatten().tolist()
+        bound = Certifier(model).rounding.error
         for byte, value in enumerate(computed):
-            n = Fraction(byte, 255) - Fraction(1, 2)
-            error = abs(Fraction(value) - abs(n))
-            assert error <= Fraction(
-                rounding_of(model).error.at(torch.tensor(float(abs(n)))).item()
-            )
+            n = abs(Fraction(byte, 255) - Fraction(1, 2))
+            error = abs(Fraction(value) - n)
+            assert error <= Fraction(bound.at(torch.tensor(float(n))).item())
 
 
 def test_both_ends_of_a_radius_lose_their_rounding() -> None:
     """r·K + E(n) + E(n + r) is at most the computed margin over d, whatever E is."""
     model = LipNeXt(LipNeXtConfig(2, 16, 8, 2, 1, 5), 0).double()
     images = torch.rand(20, 1, 8, 8, dtype=torch.float64)
-    known = Certifier(model)._known
+    certifier = Certifier(model)
     n = (images - 0.5).flatten(1).norm(dim=1)
     for offset, slope in ((0.0, 0.0), (1e-3, 0.0), (0.0, 1e-3), (1e-3, 1e-2)):
-        rounding = replace(known.rounding, error=Affine(offset, slope))
-        labels, radii = certified_margins(model, images, replace(known, rounding=rounding))
-        with torch.no_grad():
-            logits = model(images)
-        rows = model.head.normalized_weight()
+        certifier.rounding = replace(certifier.rounding, error=Affine(offset, slope))
+        labels, radii = certifier(images)
+        logits, rows = model(images), model.head.normalized_weight()
         for i, (label, radius) in enumerate(zip(labels.tolist(), radii.tolist(), strict=True)):
             if radius == 0:
                 continue
             for j in set(range(5)) - {label}:
                 apart = (rows[label] - rows[j]).norm()
-                spent = known.lipschitz * radius + 2 * offset + slope * (2 * n[i] + radius)
+                spent = (
+                    certifier.lipschitz_bound * radius + 2 * offset + slope * (2 * n[i] + radius)
+                )
                 assert apart * spent <= logits[i, label] - logits[i, j]
     assert (radii > 0).any()
 

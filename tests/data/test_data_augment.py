@@ -202,23 +202,6 @@ def test_numbers_below_a_limit(bits, limit):
     assert 0 <= float(uniform(np.array([bits], dtype=np.uint64))[0]) < 1
 
 
-@pytest.mark.parametrize(
-    "settings_, key",
-    [
-        ({"resize": (0, 5)}, "resize"),
-        ({"resize": (9, 8)}, "resize"),
-        ({"resize": (8, 9), "crop_padding": 1}, "crop_padding"),
-        ({"rand_augment": 1.1}, "rand_augment"),
-        ({"rand_augment_operations": 0}, "rand_augment_operations"),
-        ({"rand_augment_magnitude": 31}, "rand_augment_magnitude"),
-    ],
-)
-def test_settings_that_make_no_sense(settings_, key):
-    with pytest.raises(ConfigError) as error:
-        AugmentConfig(**settings_)
-    assert error.value.key == key
-
-
 @pytest.mark.parametrize("config", [AugmentConfig(crop_padding=8), AugmentConfig(resize=(7, 9))])
 def test_settings_that_do_not_fit_the_model(config):
     with pytest.raises(ConfigError, match="model.image_size = 8"):

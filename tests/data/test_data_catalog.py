@@ -23,7 +23,7 @@ from lipnext_scale.data import (
 )
 from lipnext_scale.data import catalog as catalog_module
 from lipnext_scale.data.catalog import check_shards, stamp, unchecked_shards
-from lipnext_scale.data.index import index_paths, read_index, set_name, write_index
+from lipnext_scale.data.index import index_paths, read_index, write_index
 from lipnext_scale.utils.config import ConfigError
 from lipnext_scale.utils.errors import UserError
 from lipnext_scale.utils.files import file_sha256
@@ -90,8 +90,6 @@ def test_the_index_is_reproducible_and_plain(tmp_path, shards):
     assert read_index(tmp_path / "train.index.json") == written
     few = read_index(tmp_path / "train.index.json", counts=False)
     assert few == replace(written, shards=index.shards)
-    assert set_name("s3://x/in-1k-train-7.tar") == "in-1k-train"
-    assert set_name("set.beton") == "set.beton" and set_name("a/plain.tar") == "plain.tar"
 
 
 def edit(path: Path, old: str, new: str) -> None:

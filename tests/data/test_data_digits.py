@@ -1,6 +1,5 @@
 """The digits that ship with the package, and the command that wrote them."""
 
-import gzip
 from pathlib import Path
 
 import numpy as np
@@ -41,27 +40,13 @@ def test_the_command_writes_what_is_shipped(shipped, written):
 
 
 def test_shards_hold_nothing_of_the_machine_that_wrote_them(written, tmp_path):
-    """Two runs write the same bytes; gzip header and tar entries have no time, name or owner."""
+    """Two runs write the same bytes; the gzip header has no time and no name."""
     digits.main(["--out", str(tmp_path)])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(NAMES)
     for name in NAMES:
         assert (tmp_path / name).read_bytes() == (written / name).read_bytes()
         packed = (BUILTIN / "digits" / name).read_bytes()
         assert packed[3] == 0 and packed[4:8] == bytes(4) and len(packed) < 500_000
-        header = gzip.decompress(packed)[:512]
-        assert int(header[108:116].rstrip(b"\0 ") or b"0", 8) == 0  # uid
-        assert int(header[136:148].rstrip(b"\0 ") or b"0", 8) == 0  # mtime
-        assert header[265:297].strip(b"\0") == b""  # user name
-
-
-def test_split_covers_every_image_once(shipped):
-    """1,437 and 360 samples, no key in both; each of the ten digits is 6 to 14 % of either part."""
-    train, test = set(shipped["train"].keys), set(shipped["test"].keys)
-    assert (len(train), len(test)) == (1437, 360)
-    assert train | test == {f"{i:06d}" for i in range(1797)}
-    for samples in shipped.values():
-        shares = samples.labels.bincount(minlength=10) / len(samples)
-        assert shares.min() > 0.06 and shares.max() < 0.14
 
 
 def test_pixels_are_those_of_scikit_learn(shipped):

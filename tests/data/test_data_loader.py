@@ -66,14 +66,6 @@ def test_images_and_labels_are_those_of_the_ids(shards):
             assert np.array_equal(image.numpy(), expected) and int(label) == sample % 7
 
 
-def test_thirteen_uneven_shards_on_four_ranks(shards):
-    """Nothing twice, nothing lost: the ranks' batches of an epoch are all 64 samples, once."""
-    loaders = [make_loader(shards, 16, rank, 4) for rank in range(4)]
-    for _ in range(3):
-        batches = together(loaders, loaders[0].steps_per_epoch)
-        assert sorted(np.concatenate([ids for ids, _ in batches]).tolist()) == list(range(64))
-
-
 def test_an_epoch_that_does_not_fill_its_batches(shards):
     """64 samples in batches of 12: five, and the four that are left come in other epochs."""
     loader = make_loader(shards, 12)

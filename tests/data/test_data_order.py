@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipnext_scale.data.order import SMALL_SET_BYTES, Order, choose_block, cut_into_blocks
+from lipnext_scale.data.order import Order
 
 shards = st.lists(st.integers(0, 40), min_size=1, max_size=13)
 # shards, batch size, block, window
@@ -131,15 +131,3 @@ def test_a_late_step_of_a_long_epoch_is_there_at_once():
     assert len(order.ids(3, 100_000)) == 256
     sequence, ends, _ = order._sequence(3)
     assert sequence.nbytes + ends.nbytes < 26_000_000
-
-
-def test_blocks_end_with_their_shard():
-    starts, lengths = cut_into_blocks([5, 0, 3, 7], 3)
-    assert starts.tolist() == [0, 3, 5, 8, 11, 14]
-    assert lengths.tolist() == [3, 2, 3, 3, 3, 1]
-
-
-def test_small_sets_are_shuffled_perfectly_and_large_ones_read_in_blocks():
-    assert choose_block(50_000, 120_000_000) == 1
-    assert choose_block(1_281_167, 140 * SMALL_SET_BYTES) == 36
-    assert choose_block(1000, 10**13) == 1

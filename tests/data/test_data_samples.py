@@ -50,16 +50,6 @@ def test_other_png_modes(tmp_path):
     assert images["P"].shape == images["LA"].shape == (3, 6, 6)
 
 
-@pytest.mark.parametrize("mode, channels", [("L", 1), ("RGB", 3)])
-def test_jpeg(tmp_path, mode, channels):
-    """A flat one is exact up to its rounding."""
-    pixels = np.full((16, 16), 77, dtype=np.uint8)
-    members = sample("a", encode(pixels, "jpeg", mode), 3, "JPEG")
-    samples = read_samples(write_tar(tmp_path / "a.tar", members), "data.train")
-    assert samples.images.shape == (1, channels, 16, 16) and samples.labels.tolist() == [3]
-    assert (samples.images.int() - 77).abs().max() <= 1
-
-
 def test_what_an_image_is_decides_not_its_name(tmp_path):
     """ImageNet has a PNG that is named .JPEG."""
     members = sample("a", encode(noise(4, 4)), kind="jpg")

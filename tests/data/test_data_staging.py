@@ -126,11 +126,3 @@ def test_ranks_of_a_node_that_start_together(tmp_path: Path, shards: str, killed
     assert copies.fingerprint() == opened(shards).fingerprint()
     check_shards(copies.shards)
     assert not list(node.rglob("*.partial"))
-
-
-def test_the_packages_own_shards_stay_where_they_are(tmp_path: Path) -> None:
-    """They are unpacked into memory on every node anyway."""
-    pattern = "builtin:digits/test-*.tar.gz"
-    config = DataConfig(train=pattern, test=pattern, stage_dir=str(tmp_path / "node"))
-    DataSets(config, image_size=8, channels=1, num_classes=10)
-    assert not (tmp_path / "node").exists()

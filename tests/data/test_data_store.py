@@ -67,20 +67,6 @@ def test_only_what_is_needed_of_interleaved_samples(tmp_path, advised):
     assert needed <= advised and len(advised) <= 1.1 * len(needed)
 
 
-def test_the_fingerprint_reads_little_of_many_shards(tmp_path, monkeypatch):
-    """Of all shards together, not of each, and once: every rank does it at every start."""
-    pattern = write_set(tmp_path / "set", [12] * 40, index=False)
-    catalog, reads, pread = open_catalog(pattern, "data.train"), [], os.pread
-
-    def noted(descriptor: int, size: int, offset: int) -> bytes:
-        reads.append(size)
-        return pread(descriptor, size, offset)
-
-    monkeypatch.setattr(os, "pread", noted)
-    assert catalog.fingerprint() == catalog.fingerprint()
-    assert 40 <= len(reads) <= 256
-
-
 def test_many_shards_need_few_descriptors(tmp_path):
     """A store keeps so many files open and no more, and closes them."""
     shards = write_set(tmp_path / "many", [1] * (MAX_OPEN + 20))

@@ -14,13 +14,10 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from shard_making import noise, tar_bytes
 
 from data_prep import imagenet
 from lipnext_scale.data.index import KINDS, index_paths, map_records, read_index
-
-
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -61,13 +58,7 @@ def write_files(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def tar_of(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
+    return tar_bytes(list(files.items()))
 
 
 def tar_gz_of(files: dict[str, bytes]) -> bytes:
@@ -140,7 +131,7 @@ def cifar10_files(per_batch: int = 4) -> dict[str, bytes]:
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    path.write_bytes(tar_of(dict(members)))
+    path.write_bytes(tar_bytes(members))
     return path
 
 

@@ -35,10 +35,8 @@ from webdataset.tariterators import base_plus_ext
 import lipnext_scale
 from data_prep import common, convert, imagenet
 from data_prep.convert import (
-    SHARD_BYTES,
     Journal,
     SetPlan,
-    default_shard_samples,
     sample_key,
 )
 from lipnext_scale.data.index import read_index
@@ -113,19 +111,6 @@ def test_bytes_follow_from_the_source_alone(source, tmp_path):
         assert word.encode() not in everything
 
 
-@given(st.integers(1, 3_000_000), st.integers(100, 10**9))
-def test_default_shards(count, size):
-    """Near 100 MB and never above, but for an image that is larger; eight shards at least where
-    each then has a hundred samples."""
-    sizes = np.full(min(count, 10_000), size)
-    samples = default_shard_samples(sizes)
-    assert 1 <= samples <= len(sizes)
-    assert samples == 1 or samples * size <= SHARD_BYTES
-    shards = -(-len(sizes) // samples)
-    assert shards >= 8 or samples * size > SHARD_BYTES / 2 or samples <= 100 or len(sizes) < 800
-    assert shards <= 8 or samples * size > SHARD_BYTES / 2 or samples in (1, 100)
-
-
 def test_hostile_names(tmp_path):
     """Dots, letters of other scripts, control characters, bytes that are no text, 250 letters: all
     go in, with keys that are safe and files that are JSON."""
@@ -171,9 +156,12 @@ def test_bad_images_fail_by_name_and_can_then_be_skipped(tmp_path, workers):
         path.write_bytes(path.read_bytes()[:-50] + bytes(50))  # of the same size
     argv = ("--source", source, "--split", "train", "--shard-samples", 4, "--workers", workers)
     for directory in (out, tmp_path / "fixed"):
-        error = is_refused(imagenet.main, *argv, "--out", directory)
-        assert "2 bad images: " in error and "--on-bad skip" in error
-        assert all(f"{name} (its JPEG data is damaged: Premature end" in error for name in bad)
+        outcome = run_command(imagenet.main, *argv, "--out", directory)
+        assert outcome.code == 2 and outcome.err.count("\n") == 1
+        assert "bad images: 2, the first is " in outcome.err and "--on-bad skip" in outcome.err
+        assert all(
+            f"{name}: its JPEG data is damaged: Premature end" in outcome.out for name in bad
+        )
         assert not (directory / "train.index.json").exists()
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     skip = ("--on-bad", "skip")
@@ -194,13 +182,11 @@ def test_bad_images_fail_by_name_and_can_then_be_skipped(tmp_path, workers):
 
 
 def test_nothing_but_bad_images(tmp_path):
-    """Twenty are named, the others counted; an empty set is no outcome, with skip either."""
-    write_files(tmp_path / "s", {f"one/{i:02d}.jpg": b"none" for i in range(25)})
+    """An empty set is no outcome, with skip either."""
+    write_files(tmp_path / "s", {f"one/{i:02d}.jpg": b"none" for i in range(5)})
     argv = ("--source", tmp_path / "s", "--split", "train", "--out", tmp_path / "out", *QUICK)
-    error = is_refused(imagenet.main, *argv)
-    assert "25 bad images: " in error and error.count(".jpg (") == 20 and "and 5 more" in error
-    outcome = run_command(imagenet.main, *argv, "--on-bad", "skip")
-    assert outcome.code == 2 and "no image is left" in outcome.err
+    for on_bad in ("fail", "skip"):
+        assert "all 5 images are bad" in is_refused(imagenet.main, *argv, "--on-bad", on_bad)
 
 
 # --- before anything is written ---------------------------------------------------------------
@@ -252,23 +238,6 @@ def test_a_disk_that_fills_up(tmp_path, monkeypatch, workers):
         assert len(samples_of(out, "train")) == 40
     finally:
         subprocess.run(("umount", str(tmp_path / "small")), check=True)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (("--seed", -1), "--seed: -1: must be 0 to 4294967295"),
-        (("--quality", 101), "--quality: 101: must be 1 to 100"),
-        (("--workers", -1), "--workers: -1: must be at least 0"),
-        (("--max-pixels", "many"), "--max-pixels: 'many' is no number"),
-        (("--on-bad", "ignore"), "--on-bad"),
-    ],
-)
-def test_wrong_options(source, tmp_path, options, message):
-    """Named with their value and what is right."""
-    argv = ("--source", source, "--out", tmp_path / "out", *options)
-    assert message in is_refused(imagenet.main, *argv)
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_read_or_written(source, tmp_path, monkeypatch):
@@ -333,11 +302,7 @@ def test_continuing_ends_with_the_same_bytes(source, half):
 
 
 def test_a_noted_shard_that_is_gone_is_made_again(source, half):
-    """A note counts only while its shard is there in its full size; a damaged note is named."""
-    (half / "train.journal" / "000004.json").write_bytes(b"{")
-    argv = ("--source", source, "--split", "train", "--shard-samples", 4, "--out", half)
-    assert "000004.json: is damaged" in is_refused(imagenet.main, *argv)
-    (half / "train.journal" / "000004.json").unlink()
+    """A note counts only while its shard is there in its full size."""
     (half / "train-000003.tar").unlink()
     os.truncate(half / "train-000000.tar", 512)
     assert "continues, 0 of 5" in convert_train(source, half)
@@ -381,7 +346,7 @@ def test_unknown_files_are_not_overwritten(source, tmp_path):
     """A shard without an index or journal may be anything of the user's."""
     write_files(tmp_path, {"train-000001.tar": b"precious"})
     argv = ("--source", source, "--split", "train", "--out", tmp_path, *QUICK)
-    assert "train-000001.tar: is in the way" in is_refused(imagenet.main, *argv)
+    assert "train-000001.tar: belongs to no known set" in is_refused(imagenet.main, *argv)
     assert contents(tmp_path) == {"train-000001.tar": b"precious"}
 
 

@@ -149,14 +149,6 @@ def test_class_folders_need_their_split(tmp_path):
     assert len(samples_of(tmp_path / "out", "test")) == 8
 
 
-def test_labels_do_not_depend_on_the_split_converted(tmp_path):
-    """val lacks a class; converted alone, its labels are still those of train."""
-    source = image_folders(tmp_path / "s")
-    shutil.rmtree(source / "val" / CLASSES[0])
-    succeeds(imagenet.main, *argv(source, tmp_path / "out", "--split", "val"))
-    assert {label for label, _ in labelled(tmp_path / "out", "test").values()} == {1, 2, 3}
-
-
 def test_hostile_names_in_a_tar(tmp_path):
     """Paths that climb, begin at the root or are links: read by place, never followed or made."""
     names = ["../../x.JPEG", "/etc/passwd", "a/../b.JPEG", "...", "犬.JPEG", "y" * 300]

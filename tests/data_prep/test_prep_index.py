@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from prep_sources import encoded, flip, is_refused, noise, succeeds, write_shards, write_tar
+from prep_sources import encoded, is_refused, noise, succeeds, write_shards, write_tar
 
 from data_prep.index import main
 from lipnext_scale.data.index import KINDS, index_paths, map_records, read_index
@@ -63,14 +63,13 @@ def test_sizes_channels_and_kinds_are_those_of_the_images(tmp_path):
 
 
 def test_several_sets_and_parts_of_sets(tmp_path):
-    """Each set has an index of its own; shards that were not named are mentioned."""
+    """Each set has an index of its own, of the shards that were named."""
     for name in ("train", "test"):
         (tmp_path / name).mkdir()
         write_shards(tmp_path / name, [[0], [1]], name)
     patterns = (f"{tmp_path}/train/train-{{000000..000001}}.tar", f"{tmp_path}/test/*0.tar")
-    printed = succeeds(main, *patterns)
+    succeeds(main, *patterns)
     assert indexed(tmp_path / "train")[0].samples == 2
-    assert "note:" in printed and "test-000001.tar: was not named" in printed
     assert [e.file for e in indexed(tmp_path / "test", "test")[0].shards] == ["test-000000.tar"]
 
 
@@ -127,10 +126,3 @@ def test_an_image_without_a_header_is_named(tmp_path, image, message):
     path = write_tar(tmp_path / "a.tar", [*members, ("bad.cls", b"0"), ("bad.png", image)])
     assert f"{path}: sample bad {message}" in is_refused(main, path)
     assert [found.name for found in tmp_path.iterdir()] == ["a.tar"]
-
-
-def test_a_header_of_too_many_pixels_is_refused(tmp_path):
-    """A PNG that claims 2³¹ pixels a side is a bomb, not an image."""
-    path = write_tar(tmp_path / "a.tar", [("bad.cls", b"0"), ("bad.png", encoded(noise(4, 4)))])
-    flip(path, path.read_bytes().index(b"IHDR") + 4, 0x40)
-    assert f"{path}: sample bad says it has" in is_refused(main, path)

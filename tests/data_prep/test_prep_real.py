@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prep_sources import decoded, python2_pickle
+from prep_sources import cifar10_files, decoded, python2_pickle
 
 from data_prep import cifar, imagenet, verify
 from lipnext_scale.data import open_catalog, read_samples
@@ -48,6 +48,7 @@ def test_official_cifar_batch_is_pixel_exact_in_shards(tmp_path):
         part = slice(None) if name == "test_batch" else slice(0, 100)
         values = {key: value[part] for key, value in batch.items()}
         (source / name).write_bytes(python2_pickle(values))
+    (source / "batches.meta").write_bytes(cifar10_files()["batches.meta"])
     cifar.main(["--source", str(source), "--out", str(tmp_path / "shards")])
     verify.main([str(tmp_path / "shards"), "--decode"])
     samples = read_samples(f"{tmp_path}/shards/test-*.tar", "data.test")

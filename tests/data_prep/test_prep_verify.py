@@ -64,7 +64,6 @@ def test_missing_cut_and_changed_shards_are_each_named(tmp_path, shards):
     cut = [line for line in found if line.startswith(f"fault: {shards[1]}: ")]
     assert any("has 1536 bytes, the index says 10240: it is cut off" in line for line in cut)
     assert any("is not a readable shard" in line for line in cut)
-    assert any("2 samples lie beyond its end, the first is s1_0" in line for line in cut)
     changed = [line for line in found if line.startswith(f"fault: {shards[2]}: ")]
     assert changed == [
         f"fault: {shards[2]}: its sha256 is not that of the index: bytes have changed"
@@ -91,15 +90,6 @@ def test_one_bit_anywhere_is_noticed(tmp_path_factory, data):
     assert ended.value.code == 1
 
 
-def test_decoding_names_the_sample_of_a_flipped_byte(tmp_path, shards):
-    """A PNG has checksums: its shard and its key are named."""
-    record = scan_tar(shards[2])[0][1]
-    flip(shards[2], int(record["offset"]) + int(record["size"]) // 2)
-    first, second = faults(tmp_path, "--decode")
-    assert first.startswith(f"fault: {shards[2]}: its sha256 is not that of the index")
-    assert second.startswith(f"fault: {shards[2]}: sample s2_1 is a damaged PNG")
-
-
 def test_a_jpeg_that_was_cut_inside_is_named(tmp_path):
     """Sound as a tar, and with the right sha256: only decoding shows it."""
     image = encoded(noise(32, 32, 3), "JPEG")
@@ -116,16 +106,8 @@ def test_a_changed_label_is_named(tmp_path, shards):
     """The tar's own labels are compared with the records, whatever the sha256 says."""
     content = shards[0].read_bytes()
     flip(shards[0], content.index(b"s0_2.cls") + 512)  # the class 2 becomes 3
-    found = faults(tmp_path)
-    assert f"fault: {shards[0]}: sample s0_2 has the label 3, not 2 as the index says" in found
-
-
-def test_an_exchanged_and_a_longer_shard(tmp_path, shards):
-    """Another shard of the same length under its name: sha256, records and labels all differ."""
-    shutil.copy(shards[1], shards[2])
-    found = "\n".join(faults(tmp_path))
-    assert "its sha256 is not that of the index" in found and "the label 1, not 2" in found
-    shutil.copy(shards[1], shards[2])
+    wrong = "sample s0_2 has another place, size or label than the index says"
+    assert f"fault: {shards[0]}: {wrong}" in faults(tmp_path)
     with shards[1].open("ab") as file:
         file.write(bytes(512))
     assert "has 10752 bytes, the index says 10240: it has grown" in faults(shards[1])[0]
@@ -145,18 +127,6 @@ def test_damaged_records(tmp_path, shards, how):
     first, second, *others = faults(tmp_path)
     assert first.startswith(f"fault: {records}: ") and second.startswith(f"fault: {shards[1]}: ")
     assert not others
-
-
-def test_class_counts_that_are_not_those_of_the_records(tmp_path, shards):
-    """An index whose counts were edited is no longer believed."""
-    path = tmp_path / "train.index.json"
-    values = json.loads(path.read_bytes())
-    values["shards"][1]["class_counts"] = {"1": 1, "7": 1}
-    path.write_text(json.dumps(values))
-    assert faults(tmp_path) == [
-        f"fault: {shards[1]}: has 2 samples of class 1, the index says 1",
-        f"fault: {shards[1]}: has 0 samples of class 7, the index says 1",
-    ]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"shards": 3}', b"[" * 99999])
