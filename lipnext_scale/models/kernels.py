@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from lipnext_scale.models.blocks import BlockSpec, spatial_shift
+from lipnext_scale.models.blocks import SHIFTS, BlockSpec, roll_tokens
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -51,6 +51,7 @@ def launch(
     kernel: Callable[..., None], programs: int, *arguments: Any, num_warps: int, **constants: Any
 ) -> None:
     """Run `programs` programs of a kernel on the device of its first argument."""
+    assert all(a.is_contiguous() for a in arguments if isinstance(a, Tensor))
     if programs:
         with torch.cuda.device_of(arguments[0]):
             _compiled(kernel)[(programs,)](
@@ -84,14 +85,10 @@ def _power_of_two(n: int) -> int:
 @custom_op("lipnext::shift", mutates_args=("x",), device_types="cpu")
 def shift_(x: Tensor, part: int, padding: str, backward: bool) -> None:
     """`spatial_shift` of x [N, H, W, C] in place; backward: its transpose, every step reversed."""
-    if backward:
-        # The transpose of a step is the step back: the parts down, up, right, left swap in pairs.
-        still, down, up, right, left = x.split([x.shape[-1] - 4 * part, *[part] * 4], dim=-1)
-        swapped = spatial_shift(torch.cat([still, up, down, left, right], -1), part, padding)
-        still, up, down, left, right = swapped.split([still.shape[-1], *[part] * 4], dim=-1)
-        x.copy_(torch.cat([still, down, up, right, left], dim=-1))
-    else:
-        x.copy_(spatial_shift(x, part, padding))
+    first = x.shape[-1] - 4 * part
+    for index, (dim, step) in enumerate(SHIFTS):
+        channels = x[..., first + index * part : first + (index + 1) * part]
+        channels.copy_(roll_tokens(channels, dim, -step if backward else step, padding))
 
 
 @shift_.register_fake
