@@ -39,13 +39,14 @@ def spatial_shift(x: Tensor, part: int, padding: str) -> Tensor:
         return x
     still, *moving = x.split([x.shape[-1] - 4 * part, *[part] * 4], dim=-1)
     moved = [
-        _roll(channels, dim, step, padding)
+        roll_tokens(channels, dim, step, padding)
         for channels, (dim, step) in zip(moving, SHIFTS, strict=True)
     ]
     return torch.cat([still, *moved], dim=-1)
 
 
-def _roll(x: Tensor, dim: int, step: int, padding: str) -> Tensor:
+def roll_tokens(x: Tensor, dim: int, step: int, padding: str) -> Tensor:
+    """x moved by one token along H or W; zero padding drops what leaves."""
     rolled = torch.roll(x, step, dim)
     if padding == "zero":
         kept = torch.ones(x.shape[dim], dtype=x.dtype, device=x.device)

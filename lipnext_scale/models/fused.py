@@ -4,15 +4,20 @@ It computes what `blocks.group_reference` computes (tests/models compare values 
 differs in what it does not do: no copy of the unshifted channels, no concatenations, no
 pre-activation kept beside the activation (its signs are, one byte each), no gradient buffer per
 operation, and the gradients of all matrices written where the bank's gradient is.
+
+What lies between the products is done by torch in place, or on CUDA by the kernels of `kernels.py`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lipnext_scale.models import kernels
 from lipnext_scale.models.blocks import SHIFTS, BlockSpec, Matrices, matrix_list
 
 
@@ -36,31 +41,28 @@ class _FusedGroup(torch.autograd.Function):
         keep: bool,
         *weights: Tensor,
     ) -> Tensor:
-        matrices = _unpacked(weights)
+        matrices, passes = _unpacked(weights), _passes(spec, x)
         kept: list[Tensor] = []
         u = x if pos is None else x + pos[0]
         for index in range(len(bias)):
             mixed = u.view(-1, u.shape[-1]) @ matrices[2 * index].mT
-            _shift_(mixed.view(x.shape), spec, backward=False)
+            passes.shift_(mixed.view(x.shape), backward=False)
             # What is returned must be no view, or FSDP cannot hook on to it.
             z = torch.empty_like(x)
-            rows = z.view(-1, z.shape[-1])
-            torch.addmm(bias[index], mixed, matrices[2 * index + 1].mT, out=rows)
-            choice = _activate_(rows, spec)
+            next_pos = pos[index + 1] if pos is not None and index + 1 < len(bias) else None
+            choice = passes.layer(mixed, matrices[2 * index + 1], bias[index], next_pos, z)
             if keep:
                 kept += [u, mixed, choice]
-            if pos is not None and index + 1 < len(bias):
-                z.add_(pos[index + 1])
             u = z
         if keep:
             ctx.save_for_backward(*weights, *kept)
-            ctx.count, ctx.spec, ctx.has_pos = len(bias), spec, pos is not None
+            ctx.count, ctx.passes, ctx.has_pos = len(bias), passes, pos is not None
         return u
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        spec, shape, channels = ctx.spec, grad_output.shape, grad_output.shape[-1]
+        shape, channels = grad_output.shape, grad_output.shape[-1]
         count, saved = ctx.count, ctx.saved_tensors
         weights, kept = saved[: -3 * count], saved[-3 * count :]
         matrices = _unpacked(weights)
@@ -68,36 +70,130 @@ class _FusedGroup(torch.autograd.Function):
         need_pos, need_weights = need_pos and ctx.has_pos, any(ctx.needs_input_grad[5:])
         grad_weights = [torch.empty_like(w) for w in weights] if need_weights else []
         grad_matrices = _unpacked(grad_weights)
-        grad_bias = grad_output.new_empty(count, channels) if need_bias else None
-        grad_pos = grad_output.new_empty(count, *shape[1:3], 1) if need_pos else None
+        passes: _Passes = ctx.passes
+        new_sums = partial(grad_output.new_empty, dtype=passes.sum_dtype)
+        grad_bias = new_sums((count, channels)) if need_bias else None
+        grad_pos = new_sums((count, *shape[1:3], 1)) if need_pos else None
 
         # All products are square in the channels, so two buffers pass the gradient down the group.
-        grad = grad_output.reshape(-1, channels).clone()
-        other = torch.empty_like(grad)
+        source = grad_output.reshape(-1, channels).contiguous()
+        grad, other = torch.empty_like(source), torch.empty_like(source)
         for index in reversed(range(count)):
             u, mixed, choice = kept[3 * index : 3 * index + 3]
-            _activate_backward_(grad, choice, spec)
-            if grad_bias is not None:
-                torch.sum(grad, dim=0, out=grad_bias[index])
+            block_bias = None if grad_bias is None else grad_bias[index]
+            next_pos = None if grad_pos is None or index + 1 == count else grad_pos[index + 1]
+            passes.activate_backward(source, choice, grad, shape, block_bias, next_pos)
+            source = grad
             if need_weights:
                 torch.mm(grad.mT, mixed, out=grad_matrices[2 * index + 1])
             torch.mm(grad, matrices[2 * index + 1], out=other)
-            _shift_(other.view(shape), spec, backward=True)
+            passes.shift_(other.view(shape), backward=True)
             if need_weights:
                 torch.mm(other.mT, u.view(-1, channels), out=grad_matrices[2 * index])
             if index == 0 and not (need_x or need_pos):
                 break
             torch.mm(other, matrices[2 * index], out=grad)
-            if grad_pos is not None:
-                torch.sum(grad.view(shape).sum(-1), dim=0, out=grad_pos[index].squeeze(-1))
+        if grad_pos is not None:
+            passes.sum_tokens(grad.view(shape), grad_pos[0])
         grad_x = grad.view(shape) if need_x else None
         nothing: list[None] = [None] * len(weights)
+        grad_bias = None if grad_bias is None else grad_bias.to(grad_output.dtype)
+        grad_pos = None if grad_pos is None else grad_pos.to(grad_output.dtype)
         return grad_x, grad_bias, grad_pos, None, None, *(grad_weights or nothing)
 
 
 def _unpacked(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """The matrices [C, C], given as they are or as one bank [g, 2, C, C]."""
     return matrix_list(weights[0]) if len(weights) == 1 else weights
+
+
+# --------------------------------------------------------------------------------------------------
+# What lies between the products.
+
+
+def _passes(spec: BlockSpec, x: Tensor) -> "_Passes":
+    plain = kernels.why_plain(spec, x) is not None
+    return _Passes(spec, x.dtype) if plain else _KernelPasses(spec, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """By torch, in place."""
+
+    spec: BlockSpec
+    sum_dtype: torch.dtype  # of the gradients of bias and pos, until the group is done
+
+    def shift_(self, x: Tensor, backward: bool) -> None:
+        _shift_(x, self.spec, backward)
+
+    def layer(
+        self, mixed: Tensor, weight: Tensor, bias: Tensor, next_pos: Tensor | None, z: Tensor
+    ) -> Tensor:
+        """z = act(mixed·Wᵀ + b) + next_pos; returns what the backward pass must know of act."""
+        rows = z.view(mixed.shape)
+        torch.addmm(bias, mixed, weight.mT, out=rows)
+        choice = _activate_(rows, self.spec)
+        if next_pos is not None:
+            z.add_(next_pos)
+        return choice
+
+    def activate_backward(
+        self,
+        source: Tensor,
+        choice: Tensor,
+        grad: Tensor,
+        shape: torch.Size,
+        grad_bias: Tensor | None,
+        grad_next_pos: Tensor | None,
+    ) -> None:
+        """From the gradient of z in `source` to that of mixed·Wᵀ in `grad`, which may be one."""
+        if source is not grad:
+            grad.copy_(source)
+        if grad_next_pos is not None:
+            self.sum_tokens(grad.view(shape), grad_next_pos)
+        _activate_backward_(grad, choice, self.spec)
+        if grad_bias is not None:
+            torch.sum(grad, dim=0, out=grad_bias)
+
+    def sum_tokens(self, grad: Tensor, grad_pos: Tensor) -> None:
+        """The gradient of pos [H, W, 1] from that of what it was added to."""
+        torch.sum(grad.sum(-1), dim=0, out=grad_pos.squeeze(-1))
+
+
+class _KernelPasses(_Passes):
+    """By one kernel each: see `kernels.py`."""
+
+    def shift_(self, x: Tensor, backward: bool) -> None:
+        if self.spec.shift_part:
+            kernels.shift_(x, self.spec.shift_part, self.spec.padding, backward)
+
+    def layer(
+        self, mixed: Tensor, weight: Tensor, bias: Tensor, next_pos: Tensor | None, z: Tensor
+    ) -> Tensor:
+        rows = z.view(mixed.shape)
+        torch.mm(mixed, weight.mT, out=rows)
+        return kernels.activate_(rows, bias, next_pos, int(rows.shape[-1] * self.spec.beta))
+
+    def activate_backward(
+        self,
+        source: Tensor,
+        choice: Tensor,
+        grad: Tensor,
+        shape: torch.Size,
+        grad_bias: Tensor | None,
+        grad_next_pos: Tensor | None,
+    ) -> None:
+        tokens = shape[1] * shape[2]
+        bias_parts = None if grad_bias is None else kernels.bias_parts(source, tokens)
+        pos_parts = None if grad_next_pos is None else kernels.pos_parts(source, tokens)
+        kernels.activate_backward(source, choice, grad, bias_parts, pos_parts, tokens)
+        if grad_bias is not None and bias_parts is not None:
+            torch.sum(bias_parts, dim=0, out=grad_bias)
+        if grad_next_pos is not None and pos_parts is not None:
+            torch.sum(pos_parts, dim=0, out=grad_next_pos.view(-1))
+
+    def sum_tokens(self, grad: Tensor, grad_pos: Tensor) -> None:
+        torch.sum(grad, dim=(0, 3), dtype=self.sum_dtype, out=grad_pos.squeeze(-1))
 
 
 def _shift_(x: Tensor, spec: BlockSpec, backward: bool) -> None:
