@@ -34,6 +34,14 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
+def rounded_product(left: Tensor, right: Tensor, add: Tensor | None = None) -> Tensor:
+    """left·right, plus `add`, all in bfloat16."""
+    if left.is_cuda:
+        return torch.bmm(left, right) if add is None else torch.baddbmm(add, left, right)
+    exact = product(left, right)
+    return (exact if add is None else exact + add).bfloat16()
+
+
 def add_product_(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """x += left·right for a float32 stack x."""
     if x.is_cuda:
@@ -42,7 +50,7 @@ def add_product_(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def product_x3(left: Tensor, right: Tensor) -> Tensor:
-    """left·right of float32 stacks to about 2⁻¹⁷ of its terms."""
+    """left·right of float32 stacks to 2⁻¹⁵ of its terms at most."""
     return product(kernels.split_left(left), kernels.split_right(right))
 
 
@@ -74,7 +82,7 @@ def exp_operand(exponent: Tensor, squarings: int) -> tuple[Tensor, Tensor]:
     square = product(exponent, exponent)
     shrink = shrink_to(square, squarings)
     scale = shrink * 0.5**squarings
-    tail = torch.bmm(*kernels.tail_operands(square, exponent, scale))
+    tail = rounded_product(*kernels.tail_operands(square, exponent, scale))
     operand = kernels.change_right(square, exponent, tail, scale)
     for _ in range(squarings):  # (I+C)² - I = 2C + C²
         width = exponent.shape[-1]
@@ -83,6 +91,6 @@ def exp_operand(exponent: Tensor, squarings: int) -> tuple[Tensor, Tensor]:
     return operand, shrink
 
 
-def lie_product(left: Tensor, gradient: Tensor) -> Tensor:
-    """XᵀG from X as the left operand of a bf16x3 product, whose first part is bf16(X)."""
-    return product(left[..., : left.shape[-2]].mT, gradient)
+def high_part(left: Tensor) -> Tensor:
+    """bf16(X), the first part of the left operand of a bf16x3 product."""
+    return left[..., : left.shape[-2]]

@@ -276,10 +276,13 @@ class ManifoldAdam(SlowWeights):
         state, device = self._counted(group, parameter), local_part(parameter).device
         scale = torch.ones((), device=device) if scale is None else scale.float()
         usable = torch.ones((), dtype=torch.bool, device=device) if usable is None else usable
-        pull_back_(group, parameter, state)
-        for stack in learned_stacks(group, parameter, state):
-            for part in chunks(stack.point):
-                _move_on_tensor_cores(group, stack, part, int(state["step"]), scale, usable)
+        step, stacks = int(state["step"]), learned_stacks(group, parameter, state)
+        for part in chunks(stacks[0].point):
+            operands = [_operands(stack, part, scale, usable) for stack in stacks]
+            if group["parametrisation"] == "product":
+                operands = _pulled_back(*operands)
+            for stack, (left, gradient) in zip(stacks, operands, strict=True):
+                _move_on_tensor_cores(group, stack, part, step, left, gradient, usable)
         write_weights_(group, parameter, state)
 
     # State
@@ -391,18 +394,39 @@ def _apply(move: _Move, plans: list[ExpPlan], workspace: manifold.Workspace) -> 
         stack.buffer.zero_()
 
 
-def _move_on_tensor_cores(
-    group: dict[str, Any], stack: Stack, part: slice, step: int, scale: Tensor, usable: Tensor
-) -> None:
-    """All of a step for some matrices; see manifold/tensor_core.py."""
+Operands = tuple[Tensor, Tensor]
+
+
+def _operands(stack: Stack, part: slice, scale: Tensor, usable: Tensor) -> Operands:
+    """(X as the left operand of a bf16x3 product, the clipped gradient in bfloat16)."""
     assert stack.gradient is not None
+    left = kernels.split_left(stack.point[part])
+    return left, kernels.scaled_cast(stack.gradient[part], scale, usable)
+
+
+def _pulled_back(rotation: Operands, factor: Operands) -> list[Operands]:
+    """`pull_back_` of bfloat16 gradients."""
+    (left_r, d_rotation), (left_m, d_weight) = rotation, factor
+    r, m = tensor_core.high_part(left_r), tensor_core.high_part(left_m)
+    d_rotation = tensor_core.rounded_product(d_weight.mT, m, add=d_rotation)
+    return [(left_r, d_rotation), (left_m, tensor_core.rounded_product(d_weight, r))]
+
+
+def _move_on_tensor_cores(
+    group: dict[str, Any],
+    stack: Stack,
+    part: slice,
+    step: int,
+    left: Tensor,
+    gradient: Tensor,
+    usable: Tensor,
+) -> None:
+    """The step of some matrices; see manifold/tensor_core.py."""
     point, (beta1, beta2) = stack.point[part], group["betas"]
     synchronise, corrected = is_lookahead_step(group, step), group["second_moment_init"] == "zero"
     correction1, correction2 = (1 - b**step if corrected else 1.0 for b in (beta1, beta2))
-    left = kernels.split_left(point)
-    gradient = kernels.scaled_cast(stack.gradient[part], scale, usable)
     exponent = kernels.moments_(
-        tensor_core.lie_product(left, gradient),
+        tensor_core.product(tensor_core.high_part(left).mT, gradient),
         stack.exp_avg[part],
         stack.exp_avg_sq[part],
         None if stack.buffer is None else stack.buffer[part],
@@ -452,11 +476,10 @@ def pull_back_(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) 
     if group["parametrisation"] == "merged":
         return
     assert parameter.grad is not None
-    multiply = _low_product if uses_tensor_cores(group, parameter) else torch.bmm
     (rotation, _), (d_rotation, d_weight) = as_pairs(parameter), as_pairs(parameter.grad)
     for part in chunks(rotation):
-        d_rotation[part] += multiply(d_weight[part].mT, state["factor"][part])
-        d_weight[part] = multiply(d_weight[part], rotation[part])
+        d_rotation[part] += d_weight[part].mT @ state["factor"][part]
+        d_weight[part] = d_weight[part] @ rotation[part]
 
 
 def write_weights_(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
@@ -467,10 +490,6 @@ def write_weights_(group: dict[str, Any], parameter: Tensor, state: dict[str, An
     rotation, weight = as_pairs(parameter)
     for part in chunks(rotation):
         weight[part] = multiply(state["factor"][part], rotation[part].mT)
-
-
-def _low_product(left: Tensor, right: Tensor) -> Tensor:
-    return tensor_core.product(left.bfloat16(), right.bfloat16())
 
 
 def uses_tensor_cores(group: dict[str, Any], parameter: Tensor) -> bool:

@@ -98,7 +98,7 @@ def operators_of(blocks: int, dtype: torch.dtype) -> Counter[str]:
     with FakeTensorMode():
         tensors = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
         with Operators() as seen:
-            out = fused_group(*tensors, spec(parametrisation="merged"))
+            out = fused_group(*tensors, spec())
             torch.autograd.grad(out, tensors, torch.empty_like(out))
     return seen.counts
 

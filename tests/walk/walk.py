@@ -74,6 +74,7 @@ class DatalessTrainer(Trainer):
 
     def __init__(self, recipe: Recipe, engine: Engine) -> None:
         self.recipe, self.request, self.stop_signal = recipe, StopRequest(), None
+        self._unread: list[Any] = []
         self.engine, self.processes = engine, engine.processes
         loader: Any = SimpleNamespace(steps_per_epoch=IMAGENET // recipe.data.batch_size)
         data: Any = SimpleNamespace(
@@ -110,7 +111,6 @@ class DatalessTrainer(Trainer):
             ("norm", self.engine, "gradient_norm"),
             ("agree", self, "_over_all_ranks"),
             ("finite", self, "_is_finite"),
-            ("clip", self.engine, "clip_gradients"),
             ("manifold", self.optimizers.manifold, "step"),
             ("nadam", self.optimizers.euclidean, "step"),
             ("retract", self.optimizers, "retract"),
