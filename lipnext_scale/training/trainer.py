@@ -21,7 +21,7 @@ from lipnext_scale.training.checkpointer import Checkpointer, start_from_export
 from lipnext_scale.training.non_finite import NonFinitePolicy, what_is_not_finite
 from lipnext_scale.training.preflight import require_intact_shards, require_same_samples
 from lipnext_scale.training.signals import StopRequest, stop_requests
-from lipnext_scale.training.watchdog import collective_timeout, watching
+from lipnext_scale.training.watchdog import clear_empty_reports, collective_timeout, watching
 from lipnext_scale.utils.config import ConfigError
 from lipnext_scale.utils.errors import RunFailed, Stopped
 from lipnext_scale.utils.files import os_error_in_words
@@ -168,13 +168,11 @@ class Trainer:
         return f"step {self.step}: another process has ended" if lost_a_peer(error) else None
 
     def _watching(self) -> AbstractContextManager[None]:
-        start = self.processes.on_rank0(lambda: time.strftime("%Y-%m-%d_%H-%M-%S"))
-        return watching(
-            self.recipe.run.hang_timeout,
-            self.directory.hangs / start,
-            self.processes.rank,
-            self.processes.world_size,
-        )
+        hangs, processes = self.directory.hangs, self.processes
+        processes.on_rank0(lambda: clear_empty_reports(hangs))
+        start = processes.on_rank0(lambda: time.strftime("%Y-%m-%d_%H-%M-%S"))
+        timeout = self.recipe.run.hang_timeout
+        return watching(timeout, hangs / start, processes.rank, processes.world_size)
 
     def close(self) -> None:
         """Leave the other processes."""

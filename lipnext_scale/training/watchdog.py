@@ -59,6 +59,16 @@ def watching(timeout: float, directory: Path, rank: int, world_size: int) -> Ite
         watchdog.stop()
 
 
+def clear_empty_reports(hangs: Path) -> None:
+    """Remove the reports without content that killed processes left."""
+    for report in hangs.glob("*/*"):
+        if not report.stat().st_size:
+            report.unlink()
+    for start in hangs.glob("*"):
+        with suppress(OSError):  # it has reports
+            start.rmdir()
+
+
 class Watchdog(threading.Thread):
     def __init__(self, timeout: float, directory: Path, rank: int, world_size: int) -> None:
         super().__init__(name="watchdog", daemon=True)
