@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lipnext_scale.utils.collectives import Group, everywhere, on_rank0, rank_in, size_of
 from lipnext_scale.utils.errors import UserError
-from lipnext_scale.utils.files import PARTIAL
+from lipnext_scale.utils.files import PARTIAL, file_sha256
 
 DELETING, DAMAGED, LATEST = ".deleting", ".damaged", "latest"
 _STEP = re.compile("step-([0-9]{9,})")
@@ -110,7 +110,6 @@ def sync_directory(path: Path) -> None:
 # the digest of the lines above it, so that damage to SHA256SUMS itself is found too.
 
 SUMS = "SHA256SUMS"
-_BLOCK = 4 << 20
 
 
 class Damaged(UserError):
@@ -165,14 +164,10 @@ def _seal(lines: bytes) -> bytes:
 
 
 def digest_on_disk(file: Path) -> str:
-    """The SHA-256 of a file, read from the disk where the system allows to ask for that."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
-    with file.open("rb", buffering=0) as stream:
-        if hasattr(os, "posix_fadvise"):  # else it might come from the page cache
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while count := stream.readinto(block):
-            digest.update(block[:count])
-    return digest.hexdigest()
+    """The SHA-256 of a file, read from the disk and not from the page cache."""
+    with file.open("rb") as stream:
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return file_sha256(file)
 
 
 def _require_intact(path: Path, digests: dict[str, str]) -> None:

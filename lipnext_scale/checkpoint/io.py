@@ -41,7 +41,6 @@ from lipnext_scale.checkpoint.directory import (
     tidy,
 )
 from lipnext_scale.checkpoint.shards import (
-    Layout,
     ShardLoadPlanner,
     ShardSavePlanner,
     StateShards,
@@ -131,7 +130,7 @@ def load_shards(path: Path, shards: StateShards, group: Group = None) -> None:
         group,
         expected=_UNREADABLE,
         message=f"{path}: is not a readable checkpoint",
-        storage_reader=SafeReader(path, found[0]),
+        storage_reader=KnownReader(path, found[0]),
         planner=ShardLoadPlanner(),
     )
 
@@ -147,8 +146,8 @@ def _require_fit(path: Path, shards: StateShards, tensors: dict[str, Any]) -> No
             raise UserError(f"{path}: its {name} is {dtype}, in this run {shard.tensor.dtype}")
 
 
-class SafeReader(FileSystemReader):
-    """DCP's reader, given the metadata. It reads tensors as `weights_only`."""
+class KnownReader(FileSystemReader):
+    """DCP's reader with metadata that was read before. It reads tensors as `weights_only`."""
 
     def __init__(self, path: Path, known: Metadata) -> None:
         super().__init__(path)
@@ -212,10 +211,8 @@ def _require_own_files(found: Any) -> None:
         if not isinstance(stored, TensorStorageMetadata):
             raise ValueError(f"it does not describe a tensor {name!r}")
     for place in found.storage_data.values():
-        # torch before 2.7 has no transform_descriptors
-        if not _DATA_FILE.fullmatch(place.relative_path) or getattr(
-            place, "transform_descriptors", None
-        ):
+        transforms = getattr(place, "transform_descriptors", None)  # not in torch before 2.7
+        if not _DATA_FILE.fullmatch(place.relative_path) or transforms:
             raise ValueError(f"it places a tensor in {place.relative_path!r}")
 
 
@@ -310,8 +307,6 @@ class CheckpointWriter:
         # The interpreter does not end before an executor's work is done.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
-        self._layout: Layout | None = None  # of the last save, and which shards of it we wrote
-        self._ours: set[str] = set()
         self._staged: StateShards = {}
 
     def save(
@@ -319,19 +314,12 @@ class CheckpointWriter:
     ) -> None:
         """Save the shards as they are now; they may change as soon as this returns."""
         self.wait()
-        content = b""
-
-        def encode() -> int:  # now: the facts may change, too
-            nonlocal content
-            described = {"format": FORMAT, "step": step, **facts}
-            content = json.dumps(described, indent=1, allow_nan=False).encode()
-            return step
-
-        steps = set(everywhere(self.group, encode))
-        assert steps == {step}, f"the ranks save different steps: {steps}"
-        self._assign(layout_of(shards))
-        everywhere(self.group, lambda: self._stage(shards))
-        self._saving = self._thread.submit(self._write, step, content)
+        described = {"format": FORMAT, "step": step, **facts}
+        # Encoded now, since the facts may change too; rank 0 writes them.
+        content = on_rank0(self.group, lambda: json.dumps(described, indent=1, allow_nan=False))
+        ours = assign_writers(everywhere(self.group, lambda: layout_of(shards)))
+        everywhere(self.group, lambda: self._stage(shards, ours[rank_in(self.group)]))
+        self._saving = self._thread.submit(self._write, step, content.encode())
         if not asynchronous:
             self.wait()
 
@@ -352,22 +340,16 @@ class CheckpointWriter:
         saving = self._saving
         return saving.exception() if saving is not None and saving.done() else None
 
-    def _assign(self, layout: Layout) -> None:
-        """Decide which shards are ours to write; as at the last save if no layout has changed."""
-        if not all(everywhere(self.group, lambda: layout == self._layout)):
-            layouts = everywhere(self.group, lambda: layout)
-            self._layout, self._ours = layout, assign_writers(layouts)[rank_in(self.group)]
-
-    def _stage(self, shards: StateShards) -> None:
+    def _stage(self, shards: StateShards, ours: set[str]) -> None:
         """Copy what is ours to write, into the memory of the last save where that fits."""
         kept = {name: shard.tensor for name, shard in self._staged.items()}
         self._staged = {}
-        for name in sorted(self._ours):
+        for name in sorted(ours):
             tensor = shards[name].tensor.detach()
             copy = _memory_for(tensor, kept.pop(name, None))
             copy.copy_(tensor, non_blocking=True)
             self._staged[name] = replace(shards[name], tensor=copy)
-        if any(shards[name].tensor.is_cuda for name in self._ours):
+        if any(shards[name].tensor.is_cuda for name in ours):
             torch.cuda.synchronize()
 
     def _write(self, step: int, facts: bytes) -> None:
