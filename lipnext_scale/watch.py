@@ -78,11 +78,8 @@ def _draw(run: RunDirectory, path: Path) -> None:
     from lipnext_scale.observe.picture import draw_summary  # matplotlib is slow to import
 
     run.recipe()  # refuses what is no run
-    records = read_records(run.metrics)
-    if not any("train/loss" in record for record in records):
-        raise UserError(f"{run.metrics}: holds no record of training to draw yet")
     try:
-        draw_summary(records, str(run.path), path)
+        draw_summary(run, path)
     except OSError as error:
         raise UserError(f"--picture {path}: cannot be written: {error.strerror}") from None
     print(path)

@@ -8,8 +8,6 @@ rows, those it owns) and at its part of the gradients. Then one small vector per
     move       ‖Δ‖_F, the size of Manifold Adam's step, the larger of the two
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,25 +15,6 @@ from lipnext_scale.distributed import Engine
 from lipnext_scale.manifold import orthogonality_error
 from lipnext_scale.optim import Optimizers
 from lipnext_scale.optim.manifold_adam import direction_of
-
-
-@dataclass(frozen=True)
-class DepthStatistics:
-    """Of all ranks together, the same on each; lists by block."""
-
-    gradient: list[float]
-    head_gradient: float
-    drift: list[float]
-    move: list[float]
-
-    def as_metrics(self) -> dict[str, float]:
-        """Scalars for `Metrics`; six digits are enough to look at."""
-        values = {"gradient/head": self.head_gradient}
-        for name in ("gradient", "drift", "move"):
-            blocks = enumerate(getattr(self, name))
-            values |= {f"{name}/block_{block:02d}": value for block, value in blocks}
-        values |= {"drift/largest": max(self.drift), "move/largest": max(self.move)}
-        return {name: float(f"{value:.6g}") for name, value in values.items()}
 
 
 class BlockStats:
@@ -56,8 +35,8 @@ class BlockStats:
         """After the step of this number, before an epoch's retraction."""
         self._sizes = matrix_sizes(self._engine, self._optimizers, step)
 
-    def gather(self) -> DepthStatistics:
-        """All ranks together, after both were noted."""
+    def gather(self) -> dict[str, float]:
+        """Scalars for `Metrics`, the same on each rank; all ranks together, after both notes."""
         assert self._squares is not None and self._sizes is not None
         processes, depth = self._engine.processes, self._engine.model.config.depth
         own = [tensor.flatten().to(processes.device) for tensor in (self._squares, self._sizes)]
@@ -65,13 +44,20 @@ class BlockStats:
         everyone = processes.gather(torch.cat(own))
         gradients = everyone[:, : depth + 1].sum(0).div(self._engine.replicas()).sqrt()
         largest = everyone[:, depth + 1 :].amax(0)  # 0 for matrices that other ranks hold
-        values = torch.cat([gradients, largest]).tolist()
-        return DepthStatistics(
-            gradient=values[:depth],
-            head_gradient=values[depth],
-            drift=values[depth + 1 : 2 * depth + 1],
-            move=values[2 * depth + 1 :],
-        )
+        by_block = {
+            "gradient": gradients[:depth],
+            "drift": largest[:depth],
+            "move": largest[depth:],
+        }
+        values = {
+            f"{name}/block_{block:02d}": value
+            for name, of_blocks in by_block.items()
+            for block, value in enumerate(of_blocks.tolist())
+        }
+        values["gradient/head"] = float(gradients[depth])
+        values["drift/largest"] = float(by_block["drift"].max())
+        values["move/largest"] = float(by_block["move"].max())
+        return {name: float(f"{value:.6g}") for name, value in values.items()}  # enough to look at
 
 
 def gradient_squares(engine: Engine) -> Tensor:

@@ -63,32 +63,33 @@ class Observer:
     def open(self, step: int) -> None:
         """All ranks together, before the first step of this process, which follows `step`."""
         rank, device = self._processes.rank, self._processes.device
-        self._processes.on_rank0(lambda: self._start_metrics(step))
+        self._processes.on_rank0(lambda: self._open_metrics(step))
         self._progress = Progress(self._last_step, step, title="train", silent=not self._is_rank0)
         self._pace = Pace(self._recipe, device, self._processes.world_size, step)
         say = self.say if self._is_rank0 else print
         self._profile = ProfileWindow(self._run, self._directory.profile, rank, device, say)
 
-    def _start_metrics(self, step: int) -> None:
+    def _open_metrics(self, step: int) -> None:
         try:
-            self._metrics = self._open_metrics(step, configuration.dump(self._recipe))
+            self._metrics = Metrics(self._directory, step, configuration.dump(self._recipe))
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
-
-    def _open_metrics(self, start_step: int, config: str = "") -> Metrics:
-        return Metrics(self._directory.metrics, self._directory.tensorboard, start_step, config)
 
     def say(self, line: str) -> None:
         """Above the bar, or as a line of the log; on rank 0 only."""
         self._progress.say(line)
 
     def finish(self) -> None:
-        """The training is complete."""
-        if self._is_rank0 and self._run.summary:
-            # Not at the top: importing matplotlib takes longer than many a test's run.
-            from lipnext_scale.observe.picture import draw_summary_or_say
+        """The training is complete: a picture that cannot be drawn does not fail it."""
+        if not self._is_rank0 or not self._run.summary:
+            return
+        try:
+            from lipnext_scale.observe.picture import draw_summary  # matplotlib is slow to import
 
-            draw_summary_or_say(self._directory, self._directory.summary, self.say)
+            draw_summary(self._directory, self._directory.summary)
+        except Exception as error:  # matplotlib may raise any
+            reason = f"{type(error).__name__}: {error}"
+            self.say(f"{self._directory.summary}: the summary was not drawn: {reason}")
 
     def close(self) -> None:
         self._profile.close()
@@ -126,7 +127,7 @@ class Observer:
             if self._is_logged(number):  # a stop in between leaves no trace in the metrics
                 record = interval
             if self._by_block:
-                record |= self._blocks.gather().as_metrics()
+                record |= self._blocks.gather()
         if self._has_subset(number):
             with self._pace.paused():
                 scores = self.evaluation.of_subset(self._run.watch_samples)
@@ -158,7 +159,7 @@ class Observer:
             return
         try:
             if self._metrics is None:
-                self._metrics = self._open_metrics(number - 1)
+                self._metrics = Metrics(self._directory, number - 1)
             self._metrics.write(number, values)
         except OSError as error:
             why = os_error_in_words(error, self._directory.path)

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 from observed_runs import recipe, run
 from PIL import Image
 
-from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.observe.metrics import read_records
-from lipnext_scale.observe.picture import draw_summary_or_say
 from lipnext_scale.utils import config as configuration
 from lipnext_scale.watch import BLOCKS, main, sparkline
 
@@ -162,6 +160,6 @@ def test_the_summary_is_drawn_at_the_end_and_when_asked_for(trained, tmp_path, c
     with pytest.raises(SystemExit):
         main([str(trained), "--picture", str(tmp_path / "no" / "asked.png")])
     assert "--picture" in capsys.readouterr().err
-    lines: list[str] = []
-    draw_summary_or_say(RunDirectory(trained), tmp_path / "no" / "summary.png", lines.append)
-    assert len(lines) == 1 and "the summary was not drawn" in lines[0]
+    (tmp_path / "run" / "summary.png.partial").mkdir(parents=True)
+    run(tmp_path / "run", "run.summary=true", "run.max_steps=1")
+    assert "summary.png: the summary was not drawn: IsADirectoryError" in capsys.readouterr().out
