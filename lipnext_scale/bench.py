@@ -22,7 +22,7 @@ from lipnext_scale.data.decode import BadSample
 from lipnext_scale.data.index import Record
 from lipnext_scale.data.loader import start_worker
 from lipnext_scale.data.source import Source
-from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError, command
+from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError, command, positive
 
 _HELD = 512  # encoded images that bare decoding goes through again and again
 
@@ -31,15 +31,12 @@ _HELD = 512  # encoded images that bare decoding goes through again and again
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="lipnext_scale.bench", description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["data"], help="what is measured")
-    parser.add_argument("--config", required=True, help="YAML file, such as configs/digits.yaml")
+    parser.add_configuration(required=True)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
-    parser.add_argument("--ranks", type=int, default=1, help="measure the share of one of so many")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="set over the file"
-    )
+    parser.add_argument("--ranks", type=positive, default=1, help="measure one rank of so many")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.seconds <= 0 or arguments.ranks < 1:
-        raise UserError("--seconds and --ranks must be positive")
+    if arguments.seconds <= 0:
+        parser.error(f"argument --seconds: {arguments.seconds:g} must be above 0")
     recipe = load_recipe(arguments.config, arguments.overrides)
     recipe.require_batch_for(arguments.ranks)
     measure_data(recipe, arguments.ranks, arguments.seconds)

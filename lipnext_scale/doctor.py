@@ -19,7 +19,7 @@ from functools import partial
 
 from lipnext_scale.checks import Finding, environment, look, network, wrong
 from lipnext_scale.checks.network import Launch, Together, launch_of
-from lipnext_scale.utils.errors import ArgumentParser, UserError, command
+from lipnext_scale.utils.errors import ArgumentParser, command, positive
 
 
 @command
@@ -38,21 +38,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(prog="lipnext_scale.doctor", description="Check before a run starts.")
-    parser.add_argument("--config", help="YAML file, such as configs/digits.yaml")
+    parser.add_configuration()
     parser.add_argument("--json", action="store_true", help="findings for programs")
     for option, default, meaning in (
-        ("--ranks", 0, "processes that the run will have (those started now)"),
-        ("--ranks-per-node", 0, "of these on one machine (at most 8)"),
+        ("--ranks", None, "processes that the run will have (those started now)"),
+        ("--ranks-per-node", None, "of these on one machine (at most 8)"),
         ("--timeout", 60, "seconds to wait for others (60)"),
     ):
-        parser.add_argument(option, type=int, default=default, help=meaning)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over the file")
-    arguments = parser.parse_intermixed_args(argv)
-    for name, least in (("ranks", 0), ("ranks_per_node", 0), ("timeout", 1)):
-        if getattr(arguments, name) < least:
-            option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} {getattr(arguments, name)}: must be at least 1")
-    return arguments
+        parser.add_argument(option, type=positive, default=default, help=meaning)
+    return parser.parse_intermixed_args(argv)
 
 
 def examine(launch: Launch, arguments: argparse.Namespace) -> list[Finding]:

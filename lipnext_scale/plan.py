@@ -10,6 +10,7 @@ from itertools import groupby
 
 from torch import nn
 
+from lipnext_scale.checks import size
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.distributed import Engine, FSDPEngine, build_engine
 from lipnext_scale.distributed.estimate import RankEstimate, estimate
@@ -18,25 +19,21 @@ from lipnext_scale.distributed.processes import fake_group
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.optim import local_part
 from lipnext_scale.utils.config import ConfigError
-from lipnext_scale.utils.errors import ArgumentParser, UserError, command
+from lipnext_scale.utils.errors import ArgumentParser, command, positive
 
-MEMORY = ("parameters", "gradients", "optimizer", "kept", "gathered", "buffers")
+MEMORY = ("matrices", "parameters", "gradients", "optimizer", "kept", "gathered", "buffers")
 TRAFFIC = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sent")
-UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="lipnext_scale.plan", description="Plan a run over processes.")
-    parser.add_argument("--config", required=True, help="YAML file, such as configs/digits.yaml")
-    parser.add_argument("--ranks", type=int, required=True, help="processes in all")
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="processes of a node (8)")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_configuration(required=True)
+    parser.add_argument("--ranks", type=positive, required=True, help="processes in all")
+    parser.add_argument(
+        "--ranks-per-node", type=positive, default=8, help="processes of a node (8)"
+    )
     arguments = parser.parse_intermixed_args(argv)
-    for name in ("ranks", "ranks_per_node"):
-        if getattr(arguments, name) < 1:
-            option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} {getattr(arguments, name)}: must be at least 1")
     recipe = load_recipe(arguments.config, arguments.overrides)
     if recipe.parallel.engine == "deepspeed":
         right = "is not planned; plan 'fsdp', which is like ZeRO-3"
@@ -44,12 +41,12 @@ def main(argv: list[str] | None = None) -> None:
     ranks = arguments.ranks
     recipe.require_batch_for(ranks)
     described, estimates = plan(recipe, ranks, min(ranks, arguments.ranks_per_node))
-    note = "kept: parameters, gradients and optimizer. Activations come on top"
-    memory = _table(estimates, ("matrices", *MEMORY), "on each rank", note)
+    note = "kept: parameters, gradients and optimizer; activations come on top"
+    memory = _table(estimates, MEMORY, f"on each rank ({note})")
     traffic = "nothing is sent"
     if any(values.sent for values in estimates):
-        traffic = _table(estimates, TRAFFIC, "sent by each rank in a step", "")
-    print("\n\n".join([described, memory, traffic, balance(estimates)]))
+        traffic = _table(estimates, TRAFFIC, "sent by each rank in a step")
+    print("\n\n".join([described, memory, traffic]))
 
 
 def plan(recipe: Recipe, ranks: int, per_node: int) -> tuple[str, list[RankEstimate]]:
@@ -76,21 +73,16 @@ def introduction(recipe: Recipe, engine: Engine, model: LipNeXt) -> str:
     each, parts = recipe.data.batch_size // count, recipe.parallel.accumulation
     lines = [
         f"LipNeXt L{config.depth}W{config.width}: {config.bank_parameters:,} orthogonal parameters",
-        f"{_count(count, 'process', 'processes')}: {engine.describe()}",
-        f"batch of {recipe.data.batch_size}: {_count(each, 'image')} a process"
-        + (f", in {parts} parts" if parts > 1 else ""),
+        f"{count} process(es): {engine.describe()}",
+        f"batch of {recipe.data.batch_size}: {each} image(s) a process, in {parts} part(s)",
         "",
         "whole → on rank 0",
     ]
     for shapes, same in groupby(model.block_groups(), _shapes):
-        lines.append(f"{_count(len(list(same)), 'group')} of blocks with")
+        lines.append(f"{len(list(same))} group(s) of blocks with")
         lines += [f"    {line}" for line in shapes]
     lines += ["head with", *(f"    {line}" for line in _shapes(model.head))]
     return "\n".join(lines)
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _shapes(module: nn.Module) -> list[str]:
@@ -106,30 +98,21 @@ def _shapes(module: nn.Module) -> list[str]:
     return lines
 
 
-def _table(estimates: list[RankEstimate], names: tuple[str, ...], title: str, note: str) -> str:
+def _table(estimates: list[RankEstimate], names: tuple[str, ...], title: str) -> str:
     """A line for all ranks that look alike; columns that are zero everywhere are left out."""
     names = tuple(name for name in names if any(getattr(e, name) for e in estimates))
-    sizes = [getattr(e, name) for e in estimates for name in names if name != "matrices"]
-    unit, scale = _unit(max(sizes))
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, values in enumerate(estimates):
-        sizes = [f"{getattr(values, name) / scale:.3f}" for name in names if name != "matrices"]
-        share = [f"{values.matrices:.2f}"] if "matrices" in names else []
-        alike.setdefault((*share, *sizes), []).append(rank)
-    ranks = [_ranges(same) for same in alike.values()]
-    first = max(len(text) for text in ["ranks", *ranks])
-    titles = [name.replace("_", "-") for name in names]
-    lines = [f"{title}, {unit}" + (f" ({note})" if note else "")]
-    for head, row in [("ranks", tuple(titles)), *zip(ranks, alike, strict=True)]:
-        widths = [max(10, len(title) + 2) for title in titles]
-        cells = "".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append(f"  {head:<{first}}{cells}")
-    return "\n".join(lines)
-
-
-def _unit(largest: float) -> tuple[str, float]:
-    """In which the largest of some sizes has three digits or more."""
-    return next((unit for unit in UNITS if largest >= unit[1] / 10), UNITS[-1])
+        cells = (
+            f"{values.matrices:.2f}" if name == "matrices" else size(getattr(values, name))
+            for name in names
+        )
+        alike.setdefault(tuple(cells), []).append(rank)
+    rows = [("ranks", *(name.replace("_", "-") for name in names))]
+    rows += [(_ranges(ranks), *cells) for cells, ranks in alike.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    return "\n  ".join([title, *lines])
 
 
 def _ranges(ranks: list[int]) -> str:
@@ -138,19 +121,8 @@ def _ranges(ranks: list[int]) -> str:
         [rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda x: x[1] - x[0])
     ]
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    if len(texts) <= 3:
-        return ", ".join(texts)
-    return f"{', '.join(texts[:3])}, … ({len(ranks)})"
-
-
-def balance(estimates: list[RankEstimate]) -> str:
-    kept = [e.kept for e in estimates]
-    mean = sum(kept) / len(kept)
-    unit, scale = _unit(max(kept))
-    return (
-        f"kept: {max(kept) / scale:.3f} {unit} on the fullest rank, {mean / scale:.3f} on average "
-        f"({100 * (max(kept) / mean - 1):.1f} % above), {min(kept) / scale:.3f} on the emptiest"
-    )
+    more = f", … ({len(ranks)})" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
 
 
 if __name__ == "__main__":

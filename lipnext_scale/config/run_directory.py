@@ -77,10 +77,7 @@ class RunDirectory:
     def ask_for_requeue(self, reason: str) -> None:
         """For the job script, which cannot tell a stop from a finished run by its exit code."""
         try:
-            try:
-                write_atomically(self.requeue, f"{reason}\n".encode())
-            except OSError:  # a full disk mostly has room for a name, which is enough
-                self.requeue.touch()
+            write_atomically(self.requeue, f"{reason}\n".encode())
         except OSError as error:
             raise UserError(
                 f"{reason}, but no requeue can be asked for: {self.requeue}: {error.strerror}"

@@ -44,7 +44,7 @@ class Checkpointer:
         loader: StreamLoader,
         non_finite: NonFinitePolicy,
     ) -> None:
-        self._directory, self._asynchronous = directory, run.async_checkpoint
+        self._directory, self._run = directory, run
         self._engine, self._optimizers = engine, optimizers
         self._loader, self._non_finite = loader, non_finite
         self._group = engine.processes.checkpoint_group
@@ -67,7 +67,7 @@ class Checkpointer:
         }
         shards = self._engine.state_shards(self._optimizers)
         self._require_equal_replicas(step, shards)
-        self.writer.save(step, shards, facts, self._asynchronous and not failed)
+        self.writer.save(step, shards, facts, self._run.async_checkpoint and not failed)
 
     def _require_equal_replicas(self, step: int, shards: StateShards) -> None:
         """Ranks that hold the same part hold the same bits, or the checkpoint would mix two."""
@@ -112,11 +112,13 @@ class Checkpointer:
             raise
         self.writer.wait()
 
-    def resume(self) -> int | None:
-        """Load the newest intact checkpoint and return its step; None where there is none."""
+    def resume(self) -> int:
+        """Load the newest intact checkpoint and return its step; 0 where there is none."""
         path = newest_intact_checkpoint(self._directory, self._group)
         if path is None:
-            return None
+            if self._run.init_from:
+                start_from_export(Path(self._run.init_from), self._engine)
+            return 0
         facts = read_facts(path)
         shards = self._engine.state_shards(self._optimizers)
         load_shards(path, shards, self._group)

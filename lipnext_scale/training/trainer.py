@@ -2,7 +2,6 @@
 
 import time
 from contextlib import AbstractContextManager
-from pathlib import Path
 from signal import Signals, raise_signal
 
 import torch
@@ -17,7 +16,7 @@ from lipnext_scale.losses import class_distances, compute_loss, training_radius
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.observe import Observer
 from lipnext_scale.observe.profile import require_reachable_window
-from lipnext_scale.training.checkpointer import Checkpointer, start_from_export
+from lipnext_scale.training.checkpointer import Checkpointer
 from lipnext_scale.training.non_finite import NonFinitePolicy, what_is_not_finite
 from lipnext_scale.training.preflight import require_intact_shards, require_same_samples
 from lipnext_scale.training.signals import StopRequest, stop_requests
@@ -44,11 +43,8 @@ class Trainer:
         self.data = DataSets(
             recipe.data, model.image_size, model.in_channels, model.num_classes, known
         )
-        self.engine = build_engine(
-            recipe.parallel,
-            run.device,
-            timeout=collective_timeout(run.hang_timeout),
-        )
+        timeout = collective_timeout(run.hang_timeout)
+        self.engine = build_engine(recipe.parallel, run.device, timeout=timeout)
         self.processes = self.engine.processes
         self.loader = self._build_loader()
         # The steps of the schedule, and where this process stops.
@@ -71,7 +67,7 @@ class Trainer:
             self.non_finite,
         )
         self.stop_signal: Signals | None = None
-        self.step = self._resume()
+        self.step = self.checkpointer.resume()
         self.observer = Observer(
             recipe,
             self.directory,
@@ -114,12 +110,6 @@ class Trainer:
                 f"for {self.processes.world_size} process(es) with {self.engine.describe()}"
             )
             raise ConfigError("model.width", config.width, right) from error
-
-    def _resume(self) -> int:
-        step = self.checkpointer.resume()
-        if step is None and self.recipe.run.init_from:
-            start_from_export(Path(self.recipe.run.init_from), self.engine)
-        return step or 0
 
     def run(self) -> None:
         run = self.recipe.run

@@ -143,7 +143,7 @@ class Watchdog(threading.Thread):
 
     def _summary(self) -> str:
         """Where each rank stands, in one line."""
-        places: dict[str, list[int]] = {}
+        places: dict[str, list[str]] = {}
         for rank in range(self._world_size):
             path = self._directory / f"rank-{rank}.txt"
             first = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
@@ -151,23 +151,19 @@ class Watchdog(threading.Thread):
             if not place:
                 held = "its stacks only: a library holds the GIL"
                 place = held if first else "no report: is it stopped, or its host gone?"
-            places.setdefault(place, []).append(rank)
+            places.setdefault(place, []).append(str(rank))
         words = []
         for place, ranks in places.items():
-            named = ", ".join(map(str, ranks[:NAMED])) + (" …" if len(ranks) > NAMED else "")
-            words.append(f"rank{'s' * (len(ranks) > 1)} {named}: {place}")
+            more = " …" if len(ranks) > NAMED else ""
+            words.append(f"rank {', '.join(ranks[:NAMED])}{more}: {place}")
         return f"hang: {'; '.join(words)}; stacks in {self._directory}"
 
     def _write_flight_record(self) -> None:
-        """NCCL's where it can be in use, or that of the other backends. Last: it may wait for a
-        lock that a thread that hangs has."""
-        names = ["_dump_fr_trace", "_dump_nccl_trace"]  # the first that this torch has
-        for name in reversed(names) if torch.cuda.is_initialized() else names:
-            dump = getattr(c10d, name, None)
-            if dump is not None:
-                with suppress(OSError, RuntimeError):
-                    self._path.with_suffix(".flight").write_bytes(dump())
-                return
+        """NCCL's where it can be in use, or that of the other backends, which not every torch has.
+        Last: it may wait for a lock that a thread that hangs has."""
+        name = "_dump_nccl_trace" if torch.cuda.is_initialized() else "_dump_fr_trace"
+        with suppress(OSError, RuntimeError, AttributeError):
+            self._path.with_suffix(".flight").write_bytes(getattr(c10d, name)())
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:

@@ -67,8 +67,8 @@ def test_an_error_is_a_finding_with_a_fix(error, given, text, fix):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--timeout", "0"], "--timeout 0: must be at least 1"),
-        (["--ranks", "x"], "invalid int value: 'x'"),
+        (["--timeout", "0"], "argument --timeout: 0 must be a whole number from 1"),
+        (["--ranks", "x"], "argument --ranks: x must be a whole number from 1"),
     ],
 )
 def test_mistakes_in_the_arguments_end_with_2(arguments, said, capsys):

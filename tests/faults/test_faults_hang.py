@@ -108,7 +108,7 @@ def test_the_summary_groups_ranks_by_place(tmp_path):
         (tmp_path / f"rank-{rank}.txt").write_text(f"rank {rank} on h, silent for 9 s: at x\nstack")
     (tmp_path / "rank-4.txt").write_text("Timeout (0:10:00)!\nstack")
     summary = Watchdog(600, tmp_path, 1, 5)._summary()
-    assert summary.startswith("hang: ranks 0, 1, 3: at x; rank 2: no report: is it stopped")
+    assert summary.startswith("hang: rank 0, 1, 3: at x; rank 2: no report: is it stopped")
     assert "rank 4: its stacks only: a library holds the GIL; stacks in " in summary
 
 
