@@ -30,15 +30,6 @@ LipNeXt L32W4096: 1,073,741,824 orthogonal parameters
 8 process(es): fsdp 1 × 8, bank layout, fp32
 batch of 256: 32 image(s) a process, in 1 part(s)
 
-whole → on rank 0
-8 group(s) of blocks with
-    bank [8, 4096, 4096] → [1, 4096, 4096]
-    bias [4, 4096] → [1, 4096]
-    pos [4, 14, 14, 1] → [1, 14, 14, 1]
-head with
-    weight [1000, 4096] → [125, 4096]
-    bias [1000] → [125]
-
 on each rank (kept: parameters, gradients and optimizer; activations come on top)
   ranks  matrices  parameters  gradients  optimizer    kept  gathered
     0-7      8.00    539.1 MB   539.1 MB     2.2 GB  3.2 GB    1.1 GB
@@ -58,7 +49,6 @@ def test_a_billion_parameters_on_eight_nodes(capsys: pytest.CaptureFixture[str])
     """Nodes replicate, so a rank holds what it did on one node, and an all-reduce is added."""
     out = run_plan(capsys, "--config", ONE, "--ranks", "64", *FP32)
     assert "64 process(es): fsdp 8 × 8" in out and "4 image(s) a process" in out
-    assert "    bank [8, 4096, 4096] → [1, 4096, 4096]\n" in out
     assert "   0-63      7.5 GB          3.8 GB    943.3 MB  12.2 GB\n" in out
 
 
@@ -68,7 +58,6 @@ def test_rows_over_64_ranks() -> None:
     settings = ["parallel.weight_layout=row", "parallel.shard_size=64"]
     described, estimates = plan(load_recipe(ONE, settings), 64, 8)
     assert "fsdp 1 × 64, row layout" in described
-    assert "    4 × matrices [4096, 4096] → [64, 4096]\n" in described
     assert [e.matrices for e in estimates] == [1] * 64
     assert max(e.kept for e in estimates) < 1.01 * min(e.kept for e in estimates)
     assert all(e.all_to_all > 0 and e.buffers > 0 and e.all_reduce == 0 for e in estimates)
