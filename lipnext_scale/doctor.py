@@ -16,8 +16,9 @@ import os
 import sys
 from dataclasses import asdict
 from functools import partial
+from typing import get_args
 
-from lipnext_scale.checks import Finding, environment, look, network, wrong
+from lipnext_scale.checks import Finding, State, environment, look, network, wrong
 from lipnext_scale.checks.network import Launch, Together, launch_of
 from lipnext_scale.utils.errors import ArgumentParser, command, positive
 
@@ -31,8 +32,15 @@ def main(argv: list[str] | None = None) -> None:
             if finding.check == "processes" and finding.state == "wrong":
                 print(f"rank {launch.rank}: {finding.line()}", file=sys.stderr, flush=True)
         return
-    print(as_json(findings) if arguments.json else as_text(findings), flush=True)
-    if is_wrong(findings):
+    failed = is_wrong(findings)
+    if arguments.json:
+        values = {"wrong": failed, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(values, indent=1, ensure_ascii=False), flush=True)
+    else:
+        states = [finding.state for finding in findings]
+        counts = [f"{states.count(state)} {state}" for state in get_args(State)]
+        print("\n".join([*(f.line() for f in findings), ", ".join(counts)]), flush=True)
+    if failed:
         sys.exit(1)
 
 
@@ -105,16 +113,6 @@ def together(launch: Launch, arguments: argparse.Namespace) -> list[Finding]:
 
 def is_wrong(findings: list[Finding]) -> bool:
     return any(finding.state == "wrong" for finding in findings)
-
-
-def as_text(findings: list[Finding]) -> str:
-    counts = [f"{sum(f.state == s for f in findings)} {s}" for s in ("wrong", "warn", "ok")]
-    return "\n".join([*(finding.line() for finding in findings), ", ".join(counts)])
-
-
-def as_json(findings: list[Finding]) -> str:
-    values = {"wrong": is_wrong(findings), "findings": [asdict(f) for f in findings]}
-    return json.dumps(values, indent=1, ensure_ascii=False)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="NAME.safetensors, or a directory")
     arguments = parser.parse_args(argv)
     is_file = arguments.out.suffix == SUFFIX
-    if not arguments.out.name or (is_file and arguments.out.is_dir()):
-        raise UserError(f"--out {arguments.out}: must name a file or a directory to write")
-    if not is_file and arguments.out.is_file():
-        raise UserError(f"--out {arguments.out}: is a file; a file to write ends in {SUFFIX}")
+    if arguments.out.is_dir() if is_file else arguments.out.is_file():
+        raise UserError(f"--out {arguments.out}: must name a file {SUFFIX}, or a directory")
     model = RunDirectory(arguments.run).load_model()
     try:
         save_export(model, arguments.out)

@@ -48,9 +48,9 @@ def main(argv: list[str] | None = None) -> None:
             trainer.run()
         except Stopped:  # on all ranks at the same step
             with suppress(RuntimeError):  # all is saved: this is no failure of the run
-                trainer.close()
+                trainer.processes.close()
             raise
-        trainer.close()  # but not where one rank failed: it must not wait for the others
+        trainer.processes.close()  # but not where one rank failed: it must not wait for the others
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -122,8 +122,17 @@ def verify_checkpoint(path: Path, group: Group = None) -> None:
     A file that cannot be read, perhaps only now or only by us, is another UserError.
     """
     digests = on_rank0(group, lambda: listed_files(path))
-    mine = sorted(digests)[rank_in(group) :: size_of(group)]
-    everywhere(group, lambda: _require_intact(path, {name: digests[name] for name in mine}))
+
+    def require_intact() -> None:
+        for name in sorted(digests)[rank_in(group) :: size_of(group)]:
+            try:
+                found = digest_on_disk(path / name)
+            except OSError as error:
+                raise _unreadable(path / name, error) from None
+            if found != digests[name]:
+                raise Damaged(f"{path / name}: is damaged: its checksum is not the one in {SUMS}")
+
+    everywhere(group, require_intact)
 
 
 def listed_files(path: Path) -> dict[str, str]:
@@ -170,16 +179,6 @@ def digest_on_disk(file: Path) -> str:
     return file_sha256(file)
 
 
-def _require_intact(path: Path, digests: dict[str, str]) -> None:
-    for name, digest in digests.items():
-        try:
-            found = digest_on_disk(path / name)
-        except OSError as error:
-            raise _unreadable(path / name, error) from None
-        if found != digest:
-            raise Damaged(f"{path / name}: is damaged: its checksum is not the one in {SUMS}")
-
-
 def _unreadable(path: Path, error: OSError) -> UserError:
     """A file that does not exist, or is none, will not be one at another time either."""
     lasting = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
@@ -215,14 +214,10 @@ def newest_intact_checkpoint(directory: Path, group: Group = None) -> Path | Non
 
 
 def _put_aside(directory: Path, damaged: dict[Path, Damaged], taken: Path) -> None:
-    try:
-        for path, error in damaged.items():
-            aside = unused(path.with_name(path.name + DAMAGED))
-            path.rename(aside)
-            line = f"warning: {error}; it is {aside.name} now, the run continues from {taken.name}"
-            print(line, file=sys.stderr, flush=True)
-        if damaged:
-            point_latest(directory)
-    except OSError as error:
-        why = f"its damaged checkpoints cannot be renamed: {error.strerror}"
-        raise UserError(f"{directory}: {why}") from None
+    for path, error in damaged.items():
+        aside = unused(path.with_name(path.name + DAMAGED))
+        path.rename(aside)
+        line = f"warning: {error}; it is {aside.name} now, the run continues from {taken.name}"
+        print(line, file=sys.stderr, flush=True)
+    if damaged:
+        point_latest(directory)

@@ -3,11 +3,10 @@
 from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -107,7 +105,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return self.state_dict[write_item.index.fqn].tensor
 
 
-class ShardLoadPlanner(LoadPlanner):
+class ShardLoadPlanner(DefaultLoadPlanner):
     """Reads into the tensors of shards, in place, however the stored tensors were cut."""
 
     def set_up_planner(
@@ -116,10 +114,10 @@ class ShardLoadPlanner(LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        assert metadata is not None
         self.shards, self.metadata = state_dict, metadata
 
     def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
         items: list[ReadItem] = []
         for name, shard in self.shards.items():
             stored = self.metadata.state_dict_metadata[name]
@@ -130,24 +128,12 @@ class ShardLoadPlanner(LoadPlanner):
             items += found
         return LoadPlan(items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         part = self.shards[read_item.dest_index.fqn].tensor.detach()
         starts_and_lengths = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         for dimension, (start, length) in enumerate(starts_and_lengths):
             part = part.narrow(dimension, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It is a view of the shard: nothing is left to do."""
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise AssertionError("a checkpoint holds tensors only")
+        return part  # a view: it is in the shard when it is read
 
 
 def _write_item(name: str, shard: StateShard) -> WriteItem:

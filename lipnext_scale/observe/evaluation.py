@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from lipnext_scale.certification.radius import nominal_radii
+from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.data import DataSets, to_unit_range
 from lipnext_scale.data.evaluation import TestBatch
 from lipnext_scale.distributed import Engine
@@ -20,11 +21,11 @@ class Evaluation:
     """Every rank takes its share of the samples; all must call together."""
 
     def __init__(
-        self, engine: Engine, optimizers: Optimizers, data: DataSets, epsilon: float
+        self, engine: Engine, optimizers: Optimizers, data: DataSets, recipe: Recipe
     ) -> None:
-        self._engine, self._optimizers = engine, optimizers
-        self._data, self._epsilon = data, epsilon
-        self._subsets: dict[int, list[TestBatch]] = {}
+        self._engine, self._optimizers, self._data = engine, optimizers, data
+        self._epsilon, self._count = recipe.loss.epsilon, recipe.run.watch_samples
+        self._subset: list[TestBatch] | None = None
 
     def of_test_set(self) -> dict[str, float]:
         processes = self._engine.processes
@@ -32,14 +33,14 @@ class Evaluation:
         clean, cra = self._shares(test, len(self._data.test))
         return {"test/clean_accuracy": clean, "test/nominal_cra": cra}
 
-    def of_subset(self, count: int) -> dict[str, float]:
-        """Of always the same samples, whose pixels are kept: they are read once."""
+    def of_subset(self) -> dict[str, float]:
+        """Of the same run.watch_samples samples each time: they are read once and kept."""
         beat("the evaluation", slow=True)
         processes = self._engine.processes
-        if count not in self._subsets:
+        if self._subset is None:
             test = self._data.test_set(processes.rank, processes.world_size)
-            self._subsets[count] = list(test.spread_subset(count))
-        clean, cra = self._shares(self._subsets[count], min(count, len(self._data.test)))
+            self._subset = list(test.spread_subset(self._count))
+        clean, cra = self._shares(self._subset, min(self._count, len(self._data.test)))
         return {"watch/clean_accuracy": clean, "watch/nominal_cra": cra}
 
     @torch.no_grad()

@@ -1,12 +1,4 @@
-"""All that a run records and prints, and when; the trainer calls at each event.
-
-    step            around a step: it may be profiled
-    gradients_made  the gradients are complete, and not yet clipped
-    weights_moved   the step is taken, and not yet retracted
-    after_step      the record and line of a log interval, the scores of the subset
-    evaluate        scores of the full test set
-    finish          the summary picture
-    close           files are closed, also where an error ends the run
+"""All that a run records and prints; the trainer calls it at each event of a step.
 
 It changes nothing that is trained, and cannot end a run: what cannot be written is printed.
 """
@@ -56,7 +48,7 @@ class Observer:
         self._last_step, self._total_steps = last_step, total_steps
         self._is_rank0 = engine.processes.rank == 0
         self._metrics: Metrics | None = None
-        self.evaluation = Evaluation(engine, optimizers, data, recipe.loss.epsilon)
+        self.evaluation = Evaluation(engine, optimizers, data, recipe)
         self._blocks = BlockStats(engine, optimizers)
         self._by_block = False  # in this step
 
@@ -107,11 +99,12 @@ class Observer:
         self._progress.advance()
 
     def gradients_made(self) -> None:
+        """The gradients are complete, and not yet clipped."""
         if self._by_block:
             self._blocks.note_gradients()
 
     def weights_moved(self, updates: int) -> None:
-        """updates: the number of this step's update, 0 if there was none."""
+        """Before a retraction. updates: the number of this step's update, 0 if there was none."""
         if self._by_block:
             self._blocks.note_matrices(updates)
 
@@ -120,7 +113,7 @@ class Observer:
         return self._is_logged(number) or number == self._last_step
 
     def after_step(self, number: int, values: Values) -> None:
-        """All ranks together."""
+        """The record and line of a log interval, the scores of the subset; all ranks together."""
         record: dict[str, float] = {}
         if self.prints_after(number):
             interval = self._interval(number, values)
@@ -130,7 +123,7 @@ class Observer:
                 record |= self._blocks.gather()
         if self._has_subset(number):
             with self._pace.paused():
-                scores = self.evaluation.of_subset(self._run.watch_samples)
+                scores = self.evaluation.of_subset()
             self.say(score_line(scores))
             record |= scores
         self._write(number, record)

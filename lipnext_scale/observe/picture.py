@@ -59,21 +59,10 @@ def draw_summary(run: RunDirectory, path: Path) -> None:
     for (name, prefix), axes in zip(BY_BLOCK.items(), grid, strict=False):
         keys = sorted({key for record in records for key in record if key.startswith(prefix)})
         _panel(axes, name, records, _shades(keys), log=True)
-    figure.suptitle(f"{run.path}: {_headline(records)}", fontsize=13, x=0.045, ha="left")
+    title = f"{run.path}: step {records[-1]['step']:,}"
+    figure.suptitle(title, fontsize=13, x=0.045, ha="left")
     with atomic_file(path) as file:
         figure.savefig(file, format="png")
-
-
-def _headline(records: Records) -> str:
-    words = [f"step {records[-1]['step']:,}"]
-    for key, form in (
-        ("train/epoch", "epoch {:.4g}"),
-        ("test/clean_accuracy", "clean {:.2%}"),
-        ("test/nominal_cra", "CRA (K as 1) {:.2%}"),
-    ):
-        values = [record[key] for record in records if key in record]
-        words += [form.format(values[-1])] if values else []
-    return ", ".join(words)
 
 
 def _shades(keys: list[str]) -> dict[str, dict[str, Any]]:

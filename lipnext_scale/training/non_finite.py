@@ -6,7 +6,6 @@ All ranks decide by the same numbers.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +25,6 @@ class NonFinitePolicy:
     def updates(self, step: int) -> int:
         """The optimizers' own count after so many steps of the run."""
         return step - self.skipped
-
-    def state_dict(self) -> dict[str, int]:
-        return {"missing": self.skipped}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped = state["missing"]
 
     def skip(self, step: int, what: str) -> str:
         """Count the step that would be number `step`; returns a line to print, or ends the run."""

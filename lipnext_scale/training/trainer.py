@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.config.run_directory import RunDirectory
-from lipnext_scale.data import Batch, DataSets, StreamLoader, to_unit_range
+from lipnext_scale.data import Batch, DataSets, to_unit_range
 from lipnext_scale.data.loader import BadSamples, lost_a_worker
 from lipnext_scale.distributed import build_engine, is_out_of_memory, lost_a_peer
 from lipnext_scale.losses import class_distances, compute_loss, training_radius
@@ -46,11 +46,16 @@ class Trainer:
         timeout = collective_timeout(run.hang_timeout)
         self.engine = build_engine(recipe.parallel, run.device, timeout=timeout)
         self.processes = self.engine.processes
-        self.loader = self._build_loader()
+        rank, world_size = self.processes.rank, self.processes.world_size
+        self.is_rank0 = rank == 0
+        recipe.require_batch_for(world_size)
+        require_same_samples(self.data.all, self.processes)
+        pin_memory = self.processes.device.type == "cuda"
+        self.loader = self.data.training_loader(run.seed, rank, world_size, pin_memory)
         # The steps of the schedule, and where this process stops.
         self.total_steps = recipe.optim.epochs * self.loader.steps_per_epoch
         self.last_step = min(self.total_steps, run.max_steps or self.total_steps)
-        require_reachable_window(run, self.last_step, self.processes.world_size)
+        require_reachable_window(run, self.last_step, world_size)
         self.processes.on_rank0(lambda: self.directory.require_free_or_same(recipe))
         checked: list[str] = []
         if recipe.data.verify:
@@ -84,17 +89,6 @@ class Trainer:
         )
         if self.step:
             self._print(f"continuing {self.directory.path} from step {self.step}")
-
-    @property
-    def is_rank0(self) -> bool:
-        return self.processes.rank == 0
-
-    def _build_loader(self) -> StreamLoader:
-        self.recipe.require_batch_for(self.processes.world_size)
-        require_same_samples(self.data.all, self.processes)
-        rank, world_size = self.processes.rank, self.processes.world_size
-        pin_memory = self.processes.device.type == "cuda"
-        return self.data.training_loader(self.recipe.run.seed, rank, world_size, pin_memory)
 
     def _build_model(self) -> LipNeXt:
         """The model on its processes, with its initial weights."""
@@ -163,10 +157,6 @@ class Trainer:
         start = processes.on_rank0(lambda: time.strftime("%Y-%m-%d_%H-%M-%S"))
         timeout = self.recipe.run.hang_timeout
         return watching(timeout, hangs / start, processes.rank, processes.world_size)
-
-    def close(self) -> None:
-        """Leave the other processes."""
-        self.processes.close()
 
     def _print(self, line: str) -> None:
         if self.is_rank0:
@@ -292,10 +282,6 @@ class Trainer:
             self.observer.say(self.non_finite.skip(self.step + 1, what))
             self.engine.discard_gradients()
         return what is None
-
-    def evaluate(self) -> dict[str, float]:
-        """Clean and certified accuracy of the slow weights on the test set, with K taken as 1."""
-        return self.observer.evaluation.of_test_set()
 
     def _evaluation_is_due(self, epoch: int) -> bool:
         every = self.recipe.run.eval_every

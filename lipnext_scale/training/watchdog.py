@@ -1,14 +1,9 @@
 """Hangs: every rank writes where it stands, and ends with exit code 75.
 
 Training is one collective after the other, so a rank that hangs makes all hang. A small thread on
-each looks at the heartbeats of `utils.progress`; faulthandler writes the stacks:
-
-    RUN/hangs/START/rank-3.txt      where rank 3 stands, and the stacks of all its threads
-    RUN/hangs/START/rank-3.flight   torch's flight recorder: its last collectives
-
-The thread is needed for the exit code, and to wait for the reports of the others: the end of one
-rank ends all. Where a library holds the GIL the thread stands still, but faulthandler's timer
-writes the stacks all the same, and the other ranks end the run.
+each looks at the heartbeats of `utils.progress`, waits for the reports of the other ranks (the end
+of one rank ends all) and sets the exit code. Where a library holds the GIL the thread stands still,
+but faulthandler's timer writes the stacks all the same, and the other ranks end the run.
 """
 
 import faulthandler
