@@ -110,15 +110,6 @@ def test_any_split_is_loaded_into_any_other(tmp_path_factory, all_cases):
     run_processes(WORLD, save_and_load, str(tmp_path_factory.mktemp("any")), all_cases)
 
 
-def test_one_process_without_a_group(tmp_path):
-    """No process group is needed by a process that is alone."""
-    CheckpointWriter(tmp_path, 1).save(3, sample_shards(3), {"epoch": 2}, asynchronous=False)
-    path = latest_checkpoint(tmp_path)
-    assert_holds(path, 3)
-    assert read_facts(path) == {"format": 2, "step": 3, "epoch": 2}
-    assert stored_shapes(path) == {"bank": (12, 5), "head": (3, 12), "count": ()}
-
-
 # --- replicas ---------------------------------------------------------------------------------
 
 extents = st.builds(

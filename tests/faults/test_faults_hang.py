@@ -15,7 +15,7 @@ from elastic_run import ElasticRun
 from training.small import small_recipe
 
 from lipnext_scale.training.trainer import Trainer
-from lipnext_scale.training.watchdog import HANG_EXIT_CODE, Watchdog, collective_timeout
+from lipnext_scale.training.watchdog import HANG_EXIT_CODE, Watchdog
 
 SHORT = 3  # seconds
 
@@ -120,9 +120,3 @@ def test_the_next_start_removes_empty_reports(tmp_path):
         (hangs / start / "rank-0.txt").write_text(text)
     Trainer(small_recipe(tmp_path / "run", "run.max_steps=1", "run.eval_every=0")).run()
     assert [path.name for path in sorted(hangs.rglob("*"))] == ["hung", "rank-0.txt"]
-
-
-def test_torchs_own_time_out_comes_later():
-    """But never sooner than torch's default: starts are not watched."""
-    assert collective_timeout(600) == 7200 and collective_timeout(10) == 1800
-    assert collective_timeout(0) is None
