@@ -1,9 +1,7 @@
 """Export a run's slow weights: one safetensors file, or a directory of that and a config.json.
 
-    python -m lipnext_scale.export --run runs/digits --out digits.safetensors
-    python -m lipnext_scale.export --run runs/digits --out exports/digits
-
-`lipnext_scale.checkpoint.exports` describes the file.
+python -m lipnext_scale.export --run runs/digits --out digits.safetensors
+python -m lipnext_scale.export --run runs/digits --out exports/digits
 """
 
 from pathlib import Path

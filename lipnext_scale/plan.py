@@ -56,7 +56,6 @@ def plan(recipe: Recipe, ranks: int, per_node: int) -> tuple[str, list[RankEstim
             with fake_group(rank, ranks):
                 engine = build_engine(recipe.parallel, "cpu", per_node)
                 model = engine.place(recipe.model)
-                assert all(p.is_meta for p in model.parameters()), "a plan allocates nothing"
                 estimates.append(estimate(engine, model, recipe.optim))
                 if rank == 0:
                     described = engine.describe()

@@ -152,8 +152,6 @@ def read_metadata(path: Path) -> Metadata:
         with file.open("rb") as stream:
             found = _MetadataUnpickler(stream).load()
         _require_own_files(found)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     except Exception as error:  # a damaged pickle can cause any
         raise UserError(f"{file}: is not a readable checkpoint: {reason_of(error)}") from None
     return found
@@ -242,7 +240,6 @@ class HashedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[HashedStream]:
-        assert mode == "wb"
         with open(path, "wb") as file:
             stream = HashedStream(file)
             try:
@@ -289,7 +286,6 @@ class CheckpointWriter:
     def __init__(
         self, directory: Path, keep_last: int, keep_every: int = 0, group: Group = None
     ) -> None:
-        assert keep_last >= 1 and keep_every >= 0
         self.directory, self.group = directory, group
         self.keep_last, self.keep_every = keep_last, keep_every
         # The interpreter does not end before an executor's work is done.

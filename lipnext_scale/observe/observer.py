@@ -121,7 +121,8 @@ class Observer:
                 record = interval
             if self._by_block:
                 record |= self._blocks.gather()
-        if self._has_subset(number):
+        every = self._run.watch_every if self._run.watch_samples else 0
+        if every and number % every == 0:
             with self._pace.paused():
                 scores = self.evaluation.of_subset()
             self.say(score_line(scores))
@@ -163,7 +164,3 @@ class Observer:
 
     def _is_logged(self, number: int) -> bool:
         return number % self._run.log_every == 0 or number == self._total_steps
-
-    def _has_subset(self, number: int) -> bool:
-        every = self._run.watch_every if self._run.watch_samples else 0
-        return bool(every) and number % every == 0

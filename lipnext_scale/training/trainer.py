@@ -234,7 +234,11 @@ class Trainer:
         finite = self._is_finite(loss, norm)
         if finite:
             self.engine.clip_gradients(optim.clip_norm, norm)
-            self._update()
+            try:
+                self.optimizers.step()
+            except FloatingPointError as error:
+                right = "lower optim.lr; the last checkpoint is intact"
+                raise RunFailed(f"step {self.step + 1}: {error}; {right}") from None
         self.step += 1
         self.observer.weights_moved(self.non_finite.updates(self.step) if finite else 0)
         if batch.last_of_epoch:
@@ -266,14 +270,6 @@ class Trainer:
         number = int(gathered[:, 2].max())
         self.stop_signal = Signals(number) if number else None
         return gathered[:, 0].mean(), gathered[:, 1].mean()
-
-    def _update(self) -> None:
-        try:
-            self.optimizers.step()
-        except FloatingPointError as error:
-            raise RunFailed(
-                f"step {self.step + 1}: {error}; lower optim.lr; the last checkpoint is intact"
-            ) from None
 
     def _is_finite(self, loss: Tensor, norm: Tensor) -> bool:
         """Whether there is an update; if not, the policy skips the step or ends the run."""

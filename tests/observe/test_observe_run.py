@@ -9,11 +9,7 @@ from observed_runs import DEPTH, LAST, QUIET, checkpoint_tensors, recipe, record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lipnext_scale.models import LipNeXtConfig
-from lipnext_scale.observe.console import (
-    console_line,
-    duration,
-    training_flops_per_image,
-)
+from lipnext_scale.observe.console import training_flops_per_image
 from lipnext_scale.training.trainer import Trainer
 
 
@@ -122,31 +118,6 @@ def test_a_profile_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_path, 
     trainer = Trainer(recipe(tmp_path / "run", "run.max_steps=2", *QUIET, *window))
     trainer.run()
     assert trainer.step == 2 and "the profile was not written" in capsys.readouterr().out
-
-
-# ---- the line and its numbers --------------------------------------------------------------------
-
-
-def test_the_line_fits_and_has_what_is_known():
-    assert [duration(s) for s in (59.6, 11525, 187_000)] == ["1:00", "3:12:05", "2 d 3 h"]
-    values = {
-        "train/loss": 12.34567,
-        "train/accuracy": 0.912,
-        "train/lr": 9.9e-4,
-        "train/epsilon": 0.5,
-        "train/epoch": 399.9,
-        "images_per_second": 12345.6,
-        "data/wait_share": 0.03,
-        "memory/resident_gb": 9.0,
-    }
-    line = console_line(values, 400, 264, 1320, 41)
-    assert line == (
-        "epoch 400/400  step  264/1320  loss 12.3457  acc 0.912  lr 9.9e-04  ε 0.500  "
-        "12,346 img/s  wait 3%  9.0 GB  ETA 0:41"
-    )
-    full = {**values, "mfu": 0.41, "memory/gpu_allocated_gb": 72.1}
-    line = console_line(full, 400, 264, 1320, 187_000)
-    assert "MFU 41%" in line and "72.1 GB" in line and line.endswith("ETA 2 d 3 h")
 
 
 def test_the_arithmetic_of_a_model_is_that_of_its_products():
