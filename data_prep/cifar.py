@@ -133,7 +133,7 @@ def source_files(source: Path) -> dict[str, bytes]:
 
 def edition_of(files: Mapping[str, bytes], coarse: bool, source: Path) -> Edition:
     edition = CIFAR10 if "test_batch" in files else CIFAR100_COARSE if coarse else CIFAR100
-    needed = [name for part in edition.files.values() for name in part] + [edition.meta]
+    needed = [name for part in edition.files.values() for name in part]
     if missing := [name for name in needed if name not in files]:
         raise UserError(
             f"--source {source}: has no {', '.join(missing)}; give cifar-10-batches-py, "
@@ -145,6 +145,9 @@ def edition_of(files: Mapping[str, bytes], coarse: bool, source: Path) -> Editio
 
 
 def class_names(files: Mapping[str, bytes], edition: Edition) -> list[str]:
+    """From the file for it; without that the labels' numbers."""
+    if edition.meta not in files:
+        return [str(label) for label in range(edition.classes)]
     names: Any = unpickled(files[edition.meta], edition.meta).get(edition.names)
     if not _are(names, bytes) or len(names) != edition.classes:
         raise UserError(f"{edition.meta}: has no {edition.classes} names in {edition.names}")

@@ -200,22 +200,32 @@ def only_conversion_in(out: Path) -> Iterator[None]:
     """Keep other conversions out of the directory until this one and all its workers have ended:
     forked workers share the lock."""
     path, deadline = out / LOCK, time.monotonic() + PATIENCE
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"--out {out}: another conversion is writing there; wait for it, or give "
-                        "another directory"
-                    ) from None
-                time.sleep(0.05)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    while (descriptor := _locked(path)) is None:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"--out {out}: another conversion is writing there; wait for it, or give another "
+                "directory"
+            )
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor that holds the lock, unless its file was removed meanwhile: the lock of a file
+    without a name excludes no process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
 
 
 # --------------------------------------------------------------------------------------------------

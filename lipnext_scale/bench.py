@@ -8,7 +8,7 @@ and of every stage, against decoding alone with as many processes.
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -22,7 +22,7 @@ from lipnext_scale.data.decode import BadSample
 from lipnext_scale.data.index import Record
 from lipnext_scale.data.loader import start_worker
 from lipnext_scale.data.source import Source
-from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError, command
+from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError, command, positive
 
 _HELD = 512  # encoded images that bare decoding goes through again and again
 
@@ -31,15 +31,12 @@ _HELD = 512  # encoded images that bare decoding goes through again and again
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="lipnext_scale.bench", description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["data"], help="what is measured")
-    parser.add_argument("--config", required=True, help="YAML file, such as configs/digits.yaml")
+    parser.add_configuration(required=True)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
-    parser.add_argument("--ranks", type=int, default=1, help="measure the share of one of so many")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="set over the file"
-    )
+    parser.add_argument("--ranks", type=positive, default=1, help="measure one rank of so many")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.seconds <= 0 or arguments.ranks < 1:
-        raise UserError("--seconds and --ranks must be positive")
+    if arguments.seconds <= 0:
+        parser.error(f"argument --seconds: {arguments.seconds:g} must be above 0")
     recipe = load_recipe(arguments.config, arguments.overrides)
     recipe.require_batch_for(arguments.ranks)
     measure_data(recipe, arguments.ranks, arguments.seconds)
@@ -98,8 +95,7 @@ def bare_rate(source: Source, processes: int, seconds: float) -> float:
     As the loader does it, into an array of a batch; but no reading, no random numbers, no order,
     nothing sent.
     """
-    options = source.options
-    held = _decodable(source)
+    options, held = source.options, _decodable(source)
     low, high = options.augment.resize
     shape = (options.batch_size, options.image_size, options.image_size, options.channels)
     out = np.zeros(shape, dtype=np.uint8)
@@ -111,7 +107,30 @@ def bare_rate(source: Source, processes: int, seconds: float) -> float:
         side = min(image.shape[:2]) * options.image_size // short_side
         cv2.resize(image[:side, :side], out.shape[1:3], dst=out[number % len(out)])
 
-    return _rate_in_processes(decode_one, processes, seconds)
+    context = multiprocessing.get_context("fork")
+    barrier, done = context.Barrier(processes), context.Value("l", 0)
+
+    def measure(process: int) -> None:
+        start_worker(process)
+        number = process * 100
+        for warm_up in range(20):
+            decode_one(number + warm_up)
+        barrier.wait(timeout=60)  # a process that failed never comes
+        end, first = time.perf_counter() + seconds, number
+        while time.perf_counter() < end:
+            number += 1
+            decode_one(number)
+        with done.get_lock():
+            done.value += number - first
+
+    workers = [context.Process(target=measure, args=(i,), daemon=True) for i in range(processes)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise RunFailed("a measuring process has ended early")
+    return done.value / seconds
 
 
 def _decodable(source: Source) -> list[tuple[int, bytes, Record]]:
@@ -127,34 +146,6 @@ def _decodable(source: Source) -> list[tuple[int, bytes, Record]]:
     if not held:
         raise UserError(reason)
     return held
-
-
-def _rate_in_processes(work: Callable[[int], object], processes: int, seconds: float) -> float:
-    """How often work(number) is done in a second by forked processes together."""
-    context = multiprocessing.get_context("fork")
-    barrier, done = context.Barrier(processes), context.Value("l", 0)
-
-    def measure(process: int) -> None:
-        start_worker(process)
-        number = process * 100
-        for warm_up in range(20):
-            work(number + warm_up)
-        barrier.wait(timeout=60)  # a process that failed never comes
-        end, first = time.perf_counter() + seconds, number
-        while time.perf_counter() < end:
-            number += 1
-            work(number)
-        with done.get_lock():
-            done.value += number - first
-
-    workers = [context.Process(target=measure, args=(i,), daemon=True) for i in range(processes)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if any(worker.exitcode for worker in workers):
-        raise RunFailed("a measuring process has ended early")
-    return done.value / seconds
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ import os
 import sys
 from dataclasses import asdict
 from functools import partial
+from typing import get_args
 
-from lipnext_scale.checks import Finding, environment, look, network, wrong
+from lipnext_scale.checks import Finding, State, environment, look, network, wrong
 from lipnext_scale.checks.network import Launch, Together, launch_of
-from lipnext_scale.utils.errors import ArgumentParser, UserError, command
+from lipnext_scale.utils.errors import ArgumentParser, command, positive
 
 
 @command
@@ -31,28 +32,29 @@ def main(argv: list[str] | None = None) -> None:
             if finding.check == "processes" and finding.state == "wrong":
                 print(f"rank {launch.rank}: {finding.line()}", file=sys.stderr, flush=True)
         return
-    print(as_json(findings) if arguments.json else as_text(findings), flush=True)
-    if is_wrong(findings):
+    failed = is_wrong(findings)
+    if arguments.json:
+        values = {"wrong": failed, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(values, indent=1, ensure_ascii=False), flush=True)
+    else:
+        states = [finding.state for finding in findings]
+        counts = [f"{states.count(state)} {state}" for state in get_args(State)]
+        print("\n".join([*(f.line() for f in findings), ", ".join(counts)]), flush=True)
+    if failed:
         sys.exit(1)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(prog="lipnext_scale.doctor", description="Check before a run starts.")
-    parser.add_argument("--config", help="YAML file, such as configs/digits.yaml")
+    parser.add_configuration()
     parser.add_argument("--json", action="store_true", help="findings for programs")
     for option, default, meaning in (
-        ("--ranks", 0, "processes that the run will have (those started now)"),
-        ("--ranks-per-node", 0, "of these on one machine (at most 8)"),
+        ("--ranks", None, "processes that the run will have (those started now)"),
+        ("--ranks-per-node", None, "of these on one machine (at most 8)"),
         ("--timeout", 60, "seconds to wait for others (60)"),
     ):
-        parser.add_argument(option, type=int, default=default, help=meaning)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over the file")
-    arguments = parser.parse_intermixed_args(argv)
-    for name, least in (("ranks", 0), ("ranks_per_node", 0), ("timeout", 1)):
-        if getattr(arguments, name) < least:
-            option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} {getattr(arguments, name)}: must be at least 1")
-    return arguments
+        parser.add_argument(option, type=positive, default=default, help=meaning)
+    return parser.parse_intermixed_args(argv)
 
 
 def examine(launch: Launch, arguments: argparse.Namespace) -> list[Finding]:
@@ -111,16 +113,6 @@ def together(launch: Launch, arguments: argparse.Namespace) -> list[Finding]:
 
 def is_wrong(findings: list[Finding]) -> bool:
     return any(finding.state == "wrong" for finding in findings)
-
-
-def as_text(findings: list[Finding]) -> str:
-    counts = [f"{sum(f.state == s for f in findings)} {s}" for s in ("wrong", "warn", "ok")]
-    return "\n".join([*(finding.line() for finding in findings), ", ".join(counts)])
-
-
-def as_json(findings: list[Finding]) -> str:
-    values = {"wrong": is_wrong(findings), "findings": [asdict(f) for f in findings]}
-    return json.dumps(values, indent=1, ensure_ascii=False)
 
 
 if __name__ == "__main__":

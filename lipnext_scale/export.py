@@ -1,9 +1,7 @@
 """Export a run's slow weights: one safetensors file, or a directory of that and a config.json.
 
-    python -m lipnext_scale.export --run runs/digits --out digits.safetensors
-    python -m lipnext_scale.export --run runs/digits --out exports/digits
-
-`lipnext_scale.checkpoint.exports` describes the file.
+python -m lipnext_scale.export --run runs/digits --out digits.safetensors
+python -m lipnext_scale.export --run runs/digits --out exports/digits
 """
 
 from pathlib import Path
@@ -20,10 +18,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="NAME.safetensors, or a directory")
     arguments = parser.parse_args(argv)
     is_file = arguments.out.suffix == SUFFIX
-    if not arguments.out.name or (is_file and arguments.out.is_dir()):
-        raise UserError(f"--out {arguments.out}: must name a file or a directory to write")
-    if not is_file and arguments.out.is_file():
-        raise UserError(f"--out {arguments.out}: is a file; a file to write ends in {SUFFIX}")
+    if arguments.out.is_dir() if is_file else arguments.out.is_file():
+        raise UserError(f"--out {arguments.out}: must name a file {SUFFIX}, or a directory")
     model = RunDirectory(arguments.run).load_model()
     try:
         save_export(model, arguments.out)

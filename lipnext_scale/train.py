@@ -24,7 +24,7 @@ from lipnext_scale.training.signals import stop_requests
 from lipnext_scale.training.trainer import Trainer
 from lipnext_scale.utils import config as configuration
 from lipnext_scale.utils.cpu import keep_freed_memory
-from lipnext_scale.utils.errors import ArgumentParser, Stopped, UserError, command
+from lipnext_scale.utils.errors import ArgumentParser, Stopped, command, positive
 
 
 @command
@@ -48,14 +48,14 @@ def main(argv: list[str] | None = None) -> None:
             trainer.run()
         except Stopped:  # on all ranks at the same step
             with suppress(RuntimeError):  # all is saved: this is no failure of the run
-                trainer.close()
+                trainer.processes.close()
             raise
-        trainer.close()  # but not where one rank failed: it must not wait for the others
+        trainer.processes.close()  # but not where one rank failed: it must not wait for the others
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(prog="lipnext_scale.train", description="Train a LipNeXt.")
-    parser.add_argument("--config", help="YAML file, such as configs/digits.yaml")
+    parser.add_configuration()
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration and stop"
     )
@@ -63,7 +63,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--check", action="store_true", help="check settings, devices and data, and stop"
     )
     for option, meaning in (("--ranks", "in all"), ("--ranks-per-node", "of a node")):
-        parser.add_argument(option, type=int, metavar="N", help=f"--check: processes {meaning}")
+        parser.add_argument(
+            option, type=positive, metavar="N", help=f"--check: processes {meaning}"
+        )
     parser.add_argument(
         "--deepspeed_config", metavar="FILE", help="JSON file, such as launch/deepspeed/zero2.json"
     )
@@ -71,16 +73,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     # The deepspeed launcher adds this one; the environment has the same.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="set over the file"
-    )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.config is None and not arguments.overrides:
         parser.error("nothing to train: give --config, such as --config configs/digits.yaml")
-    for option in ("ranks", "ranks_per_node"):
-        number = getattr(arguments, option)
-        if number is not None and number < 1:
-            raise UserError(f"--{option.replace('_', '-')} {number}: must be at least 1")
     return arguments
 
 

@@ -24,7 +24,7 @@ from lipnext_scale.observe.metrics import read_records
 from lipnext_scale.utils.errors import ArgumentParser, UserError, command
 
 HOME_AND_CLEAR = "\x1b[H\x1b[2J"
-QUIET_AFTER, QUIET_INTERVALS = 60.0, 4  # seconds, and usual intervals, without a record
+QUIET_AFTER, QUIET_INTERVALS = 60.0, 4  # seconds, and log intervals, without a record
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = {  # name → (tags of which the first that exists is shown, format)
     "loss": (("train/loss",), "{:.4f}"),
@@ -78,11 +78,8 @@ def _draw(run: RunDirectory, path: Path) -> None:
     from lipnext_scale.observe.picture import draw_summary  # matplotlib is slow to import
 
     run.recipe()  # refuses what is no run
-    records = read_records(run.metrics)
-    if not any("train/loss" in record for record in records):
-        raise UserError(f"{run.metrics}: holds no record of training to draw yet")
     try:
-        draw_summary(records, str(run.path), path)
+        draw_summary(run, path)
     except OSError as error:
         raise UserError(f"--picture {path}: cannot be written: {error.strerror}") from None
     print(path)
@@ -109,17 +106,17 @@ def panel(run: RunDirectory, width: int) -> Iterator[str]:
     total = min(total, recipe.run.max_steps or total)
     # A stop between two records leaves a checkpoint, but no record.
     step = max(records[-1]["step"], checkpoint[0] if checkpoint else 0)
-    interval, pace = _pace(logged)
+    pace = recipe.data.batch_size / last["images_per_second"]  # seconds a step
     age = time.time() - run.metrics.stat().st_mtime
     state = f"running, last record {duration(age)} ago"
     if step >= total:
         state = "finished"
-    elif age > max(QUIET_AFTER, QUIET_INTERVALS * interval):
+    elif age > max(QUIET_AFTER, QUIET_INTERVALS * recipe.run.log_every * pace):
         state = f"silent for {duration(age)}: stopped?"
     yield f"{run.path}: {state}"[-width:]
     epoch = epoch_of(last["train/epoch"], epochs)
     after = f" {step / total:4.0%}  epoch {epoch}/{epochs}  step {step:,}/{total:,}"
-    after += f"  ETA {duration((total - step) * pace)}" if step < total and pace else ""
+    after += f"  ETA {duration((total - step) * pace)}" if step < total else ""
     room = max(4, width - len(after))
     full = min(room, round(room * step / total))
     yield "█" * full + "░" * (room - full) + after
@@ -137,18 +134,6 @@ def _curves(records: list[dict[str, Any]], width: int) -> Iterator[str]:
         subset = " (subset)" if tag.startswith("watch/") else ""
         line = sparkline(values, max(4, width - 21 - len(subset)))
         yield f"{name:<10}{form.format(values[-1]):>9}  {line}{subset}"
-
-
-def _pace(logged: list[dict[str, Any]]) -> tuple[float, float]:
-    """Seconds between records, and a step, evaluations included; of the newest by one process."""
-    newest = logged[-16:]
-    for index in range(len(newest) - 1, 0, -1):
-        if newest[index]["seconds"] < newest[index - 1]["seconds"]:  # another process, from 0
-            newest = newest[index:]
-            break
-    seconds = newest[-1]["seconds"] - newest[0]["seconds"]
-    steps = newest[-1]["step"] - newest[0]["step"]
-    return seconds / max(1, len(newest) - 1), seconds / max(1, steps)
 
 
 def _checkpoint(run: RunDirectory) -> tuple[int, float] | None:

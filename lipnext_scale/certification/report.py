@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,14 +48,15 @@ def write_report(
     sets = test.catalog.class_names
     names = next(iter(sets)) if len(sets) == 1 else ()  # shards that disagree have none
     report = Report(facts, results, test.image, test.sample_name, names, *_attack_in(out, facts))
+    # File names need not be valid Unicode.
+    page = report.html().encode(errors="backslashreplace")
     for path, figure in (
         (out.curve_picture, report.curve(title=True)),
         (out.examples_picture, report.examples()),
     ):
         with atomic_file(path) as file:
             figure.savefig(file, format="png")
-    # File names need not be valid Unicode.
-    write_atomically(out.report, report.html().encode(errors="backslashreplace"))
+    write_atomically(out.report, page)
     return [out.curve_picture, out.examples_picture, out.report]
 
 
@@ -64,9 +66,15 @@ def refresh_report(out: RunDirectory, test: TestSet) -> list[Path]:
         facts, results = json.loads(out.certificate.read_bytes()), read_results(out.samples)
     except (OSError, ValueError, KeyError):
         return []
-    if _attack_in(out, facts)[0] is None or len(results) != facts["data"]["samples"]:
+    try:
+        if _attack_in(out, facts)[0] is None or len(results) != facts["data"]["samples"]:
+            return []
+        return write_report(out, facts, results, test)
+    except (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError) as error:
+        reason = f"{out.certificate} lacks what it shows ({type(error).__name__}: {error})"
+        right = "python -m lipnext_scale.certify writes both anew"
+        print(f"warning: {out.report} is not changed: {reason}; {right}", file=sys.stderr)
         return []
-    return write_report(out, facts, results, test)
 
 
 def _attack_in(

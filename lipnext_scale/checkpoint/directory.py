@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lipnext_scale.utils.collectives import Group, everywhere, on_rank0, rank_in, size_of
 from lipnext_scale.utils.errors import UserError
-from lipnext_scale.utils.files import PARTIAL
+from lipnext_scale.utils.files import PARTIAL, file_sha256
 
 DELETING, DAMAGED, LATEST = ".deleting", ".damaged", "latest"
 _STEP = re.compile("step-([0-9]{9,})")
@@ -110,7 +110,6 @@ def sync_directory(path: Path) -> None:
 # the digest of the lines above it, so that damage to SHA256SUMS itself is found too.
 
 SUMS = "SHA256SUMS"
-_BLOCK = 4 << 20
 
 
 class Damaged(UserError):
@@ -123,8 +122,17 @@ def verify_checkpoint(path: Path, group: Group = None) -> None:
     A file that cannot be read, perhaps only now or only by us, is another UserError.
     """
     digests = on_rank0(group, lambda: listed_files(path))
-    mine = sorted(digests)[rank_in(group) :: size_of(group)]
-    everywhere(group, lambda: _require_intact(path, {name: digests[name] for name in mine}))
+
+    def require_intact() -> None:
+        for name in sorted(digests)[rank_in(group) :: size_of(group)]:
+            try:
+                found = digest_on_disk(path / name)
+            except OSError as error:
+                raise _unreadable(path / name, error) from None
+            if found != digests[name]:
+                raise Damaged(f"{path / name}: is damaged: its checksum is not the one in {SUMS}")
+
+    everywhere(group, require_intact)
 
 
 def listed_files(path: Path) -> dict[str, str]:
@@ -165,24 +173,10 @@ def _seal(lines: bytes) -> bytes:
 
 
 def digest_on_disk(file: Path) -> str:
-    """The SHA-256 of a file, read from the disk where the system allows to ask for that."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
-    with file.open("rb", buffering=0) as stream:
-        if hasattr(os, "posix_fadvise"):  # else it might come from the page cache
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while count := stream.readinto(block):
-            digest.update(block[:count])
-    return digest.hexdigest()
-
-
-def _require_intact(path: Path, digests: dict[str, str]) -> None:
-    for name, digest in digests.items():
-        try:
-            found = digest_on_disk(path / name)
-        except OSError as error:
-            raise _unreadable(path / name, error) from None
-        if found != digest:
-            raise Damaged(f"{path / name}: is damaged: its checksum is not the one in {SUMS}")
+    """The SHA-256 of a file, read from the disk and not from the page cache."""
+    with file.open("rb") as stream:
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return file_sha256(file)
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
@@ -220,14 +214,10 @@ def newest_intact_checkpoint(directory: Path, group: Group = None) -> Path | Non
 
 
 def _put_aside(directory: Path, damaged: dict[Path, Damaged], taken: Path) -> None:
-    try:
-        for path, error in damaged.items():
-            aside = unused(path.with_name(path.name + DAMAGED))
-            path.rename(aside)
-            line = f"warning: {error}; it is {aside.name} now, the run continues from {taken.name}"
-            print(line, file=sys.stderr, flush=True)
-        if damaged:
-            point_latest(directory)
-    except OSError as error:
-        why = f"its damaged checkpoints cannot be renamed: {error.strerror}"
-        raise UserError(f"{directory}: {why}") from None
+    for path, error in damaged.items():
+        aside = unused(path.with_name(path.name + DAMAGED))
+        path.rename(aside)
+        line = f"warning: {error}; it is {aside.name} now, the run continues from {taken.name}"
+        print(line, file=sys.stderr, flush=True)
+    if damaged:
+        point_latest(directory)

@@ -41,7 +41,6 @@ from lipnext_scale.checkpoint.directory import (
     tidy,
 )
 from lipnext_scale.checkpoint.shards import (
-    Layout,
     ShardLoadPlanner,
     ShardSavePlanner,
     StateShards,
@@ -55,25 +54,13 @@ from lipnext_scale.utils.progress import beat
 
 METADATA, FACTS, FORMAT = ".metadata", "facts.json", 2
 _DATA_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-# What DCP and torch.load raise for files that are not what they should be.
-_UNREADABLE = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    pickle.UnpicklingError,
-)
 
 
 def run_dcp(
     operation: Callable[..., Any],
     shards: StateShards,
     group: Group,
-    expected: tuple[type[Exception], ...],
+    expected: type[Exception],
     message: str,
     **parts: Any,
 ) -> None:
@@ -129,9 +116,9 @@ def load_shards(path: Path, shards: StateShards, group: Group = None) -> None:
         dcp.load,
         shards,
         group,
-        expected=_UNREADABLE,
+        expected=Exception,  # DCP and torch.load raise many kinds for files that are damaged
         message=f"{path}: is not a readable checkpoint",
-        storage_reader=SafeReader(path, found[0]),
+        storage_reader=KnownReader(path, found[0]),
         planner=ShardLoadPlanner(),
     )
 
@@ -147,8 +134,8 @@ def _require_fit(path: Path, shards: StateShards, tensors: dict[str, Any]) -> No
             raise UserError(f"{path}: its {name} is {dtype}, in this run {shard.tensor.dtype}")
 
 
-class SafeReader(FileSystemReader):
-    """DCP's reader, given the metadata. It reads tensors as `weights_only`."""
+class KnownReader(FileSystemReader):
+    """DCP's reader with metadata that was read before. It reads tensors as `weights_only`."""
 
     def __init__(self, path: Path, known: Metadata) -> None:
         super().__init__(path)
@@ -165,8 +152,6 @@ def read_metadata(path: Path) -> Metadata:
         with file.open("rb") as stream:
             found = _MetadataUnpickler(stream).load()
         _require_own_files(found)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     except Exception as error:  # a damaged pickle can cause any
         raise UserError(f"{file}: is not a readable checkpoint: {reason_of(error)}") from None
     return found
@@ -212,10 +197,8 @@ def _require_own_files(found: Any) -> None:
         if not isinstance(stored, TensorStorageMetadata):
             raise ValueError(f"it does not describe a tensor {name!r}")
     for place in found.storage_data.values():
-        # torch before 2.7 has no transform_descriptors
-        if not _DATA_FILE.fullmatch(place.relative_path) or getattr(
-            place, "transform_descriptors", None
-        ):
+        transforms = getattr(place, "transform_descriptors", None)  # not in torch before 2.7
+        if not _DATA_FILE.fullmatch(place.relative_path) or transforms:
             raise ValueError(f"it places a tensor in {place.relative_path!r}")
 
 
@@ -257,7 +240,6 @@ class HashedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[HashedStream]:
-        assert mode == "wb"
         with open(path, "wb") as file:
             stream = HashedStream(file)
             try:
@@ -304,14 +286,11 @@ class CheckpointWriter:
     def __init__(
         self, directory: Path, keep_last: int, keep_every: int = 0, group: Group = None
     ) -> None:
-        assert keep_last >= 1 and keep_every >= 0
         self.directory, self.group = directory, group
         self.keep_last, self.keep_every = keep_last, keep_every
         # The interpreter does not end before an executor's work is done.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
-        self._layout: Layout | None = None  # of the last save, and which shards of it we wrote
-        self._ours: set[str] = set()
         self._staged: StateShards = {}
 
     def save(
@@ -319,19 +298,12 @@ class CheckpointWriter:
     ) -> None:
         """Save the shards as they are now; they may change as soon as this returns."""
         self.wait()
-        content = b""
-
-        def encode() -> int:  # now: the facts may change, too
-            nonlocal content
-            described = {"format": FORMAT, "step": step, **facts}
-            content = json.dumps(described, indent=1, allow_nan=False).encode()
-            return step
-
-        steps = set(everywhere(self.group, encode))
-        assert steps == {step}, f"the ranks save different steps: {steps}"
-        self._assign(layout_of(shards))
-        everywhere(self.group, lambda: self._stage(shards))
-        self._saving = self._thread.submit(self._write, step, content)
+        described = {"format": FORMAT, "step": step, **facts}
+        # Encoded now, since the facts may change too; rank 0 writes them.
+        content = on_rank0(self.group, lambda: json.dumps(described, indent=1, allow_nan=False))
+        ours = assign_writers(everywhere(self.group, lambda: layout_of(shards)))
+        everywhere(self.group, lambda: self._stage(shards, ours[rank_in(self.group)]))
+        self._saving = self._thread.submit(self._write, step, content.encode())
         if not asynchronous:
             self.wait()
 
@@ -352,22 +324,16 @@ class CheckpointWriter:
         saving = self._saving
         return saving.exception() if saving is not None and saving.done() else None
 
-    def _assign(self, layout: Layout) -> None:
-        """Decide which shards are ours to write; as at the last save if no layout has changed."""
-        if not all(everywhere(self.group, lambda: layout == self._layout)):
-            layouts = everywhere(self.group, lambda: layout)
-            self._layout, self._ours = layout, assign_writers(layouts)[rank_in(self.group)]
-
-    def _stage(self, shards: StateShards) -> None:
+    def _stage(self, shards: StateShards, ours: set[str]) -> None:
         """Copy what is ours to write, into the memory of the last save where that fits."""
         kept = {name: shard.tensor for name, shard in self._staged.items()}
         self._staged = {}
-        for name in sorted(self._ours):
+        for name in sorted(ours):
             tensor = shards[name].tensor.detach()
             copy = _memory_for(tensor, kept.pop(name, None))
             copy.copy_(tensor, non_blocking=True)
             self._staged[name] = replace(shards[name], tensor=copy)
-        if any(shards[name].tensor.is_cuda for name in self._ours):
+        if any(shards[name].tensor.is_cuda for name in ours):
             torch.cuda.synchronize()
 
     def _write(self, step: int, facts: bytes) -> None:
@@ -380,7 +346,7 @@ class CheckpointWriter:
                 dcp.save,
                 self._staged,
                 self.group,
-                expected=(OSError,),
+                expected=OSError,
                 message=_message(path),
                 storage_writer=HashedWriter(partial, files),
                 planner=ShardSavePlanner(),

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lipnext_scale.utils.errors import UserError
 
-State = Literal["ok", "warn", "wrong"]
+State = Literal["wrong", "warn", "ok"]
 
 
 @dataclass(frozen=True)

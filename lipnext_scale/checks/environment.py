@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from lipnext_scale.checks import Finding, ok, size, warn, wrong
@@ -30,15 +32,18 @@ def packages() -> list[Finding]:
     except importlib.metadata.PackageNotFoundError:
         fix = "pip install -c constraints.txt -e ."
         return [warn("packages", f"{DISTRIBUTION} is not installed: versions are not known", fix)]
-    wanted = [
-        (name, oldest, extra, _installed(name))
-        for name, oldest, extra in map(parsed, requirements)
-        if name != DISTRIBUTION and (not extra or extra in EXTRAS)
-    ]
-    findings = [package(*facts) for facts in wanted]
-    for kind, optional in (("needed", False), ("optional", True)):
-        names = [name for name, _, extra, version in wanted if version and bool(extra) == optional]
-        findings.append(imports(f"imports of {kind} packages", names))
+    findings: list[Finding] = []
+    there: dict[bool, list[str]] = {False: [], True: []}  # whether optional → names
+    for name, oldest, extra in map(parsed, requirements):
+        if name == DISTRIBUTION or (extra and extra not in EXTRAS):
+            continue
+        version = ""
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            there[bool(extra)].append(name)
+        findings.append(package(name, oldest, extra, version))
+    findings.append(imports("imports of needed packages", there[False], wrong))
+    findings.append(imports("imports of optional packages", there[True], warn))
     return findings
 
 
@@ -51,24 +56,16 @@ def parsed(requirement: str) -> tuple[str, str, str]:
     return name, found[2] or "", extra[1] if extra else ""
 
 
-def _installed(name: str) -> str:
-    """The version of a distribution, "" if there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def package(name: str, oldest: str, extra: str, version: str) -> Finding:
+    """version: what is installed, empty if it is not."""
     check, optional = f"package {name}", f"; optional ({extra})" if extra else ""
-    complain = warn if extra else wrong
-    install = f"pip install -c constraints.txt '{name}>={oldest}'"
-    if not version:
-        wanted = f"pip install -c constraints.txt '.[{extra}]', if you want it"
-        return complain(check, f"not installed{optional}", wanted if extra else install)
-    if _numbers(version) < _numbers(oldest):
-        return complain(check, f"{version} is older than {oldest}{optional}", install)
-    return ok(check, f"{version} (≥ {oldest}){optional}")
+    fix = f"pip install -c constraints.txt '{name}>={oldest}'"
+    if version and _numbers(version) >= _numbers(oldest):
+        return ok(check, f"{version} (≥ {oldest}){optional}")
+    if not version and extra:
+        fix = f"pip install -c constraints.txt '.[{extra}]', if you want it"
+    text = f"{version} is older than {oldest}" if version else "not installed"
+    return (warn if extra else wrong)(check, text + optional, fix)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -76,7 +73,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
-def imports(check: str, names: list[str]) -> Finding:
+def imports(check: str, names: list[str], complain: Callable[..., Finding]) -> Finding:
     """All in one other process: most of them import torch, and one may crash."""
     modules = [MODULES.get(name.lower(), name) for name in names]
     command = [sys.executable, "-c", "import " + ", ".join(modules)]
@@ -85,7 +82,7 @@ def imports(check: str, names: list[str]) -> Finding:
         return ok(check, ", ".join(modules))
     lines = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
     fix = "pip install --force-reinstall --no-deps -c constraints.txt PACKAGE"
-    return (warn if "optional" in check else wrong)(check, lines[-1], fix)
+    return complain(check, lines[-1], fix)
 
 
 def cpus(ranks_here: int) -> Finding:
@@ -144,10 +141,8 @@ def gpus() -> list[Finding]:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
     findings = []
     for index in range(torch.cuda.device_count()):
-        facts, (free, total) = (
-            torch.cuda.get_device_properties(index),
-            torch.cuda.mem_get_info(index),
-        )
+        facts = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
         text = f"{facts.name}, {size(free)} of {size(total)} free, CUDA {torch.version.cuda}, "
         text += f"NCCL {nccl}, {'bf16' if facts.major >= 8 else 'no bf16'}"
         used = free < 0.9 * total

@@ -244,9 +244,8 @@ class Together:
             return []
         others: list[Finding] = []
         for rank in range(launch.local_world_size, launch.world_size, launch.local_world_size):
-            silent = wrong(
-                "hosts", f"no findings within {EXAMINING} s", "run the doctor there alone"
-            )
+            text = f"no findings within {EXAMINING} s"
+            silent = wrong("hosts", text, "run the doctor there alone")
             found = self.get(f"found/{rank}", deadline) or [asdict(silent)]
             findings = [Finding(**{**values, "host": self.hosts[rank]}) for values in found]
             others += [finding for finding in findings if finding.state != "ok"]

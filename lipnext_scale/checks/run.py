@@ -60,8 +60,8 @@ def memory(recipe: Recipe, ranks: int, per_node: int) -> Finding:
         there, what = torch.cuda.get_device_properties(0).total_memory, "the GPU has"
     else:
         there, what = memory_limit()[0] // per_node, "the machine has for it"
-    text = f"a process holds {size(least)} beside activations; {what} {size(there)}"
-    text = f"{text} ({ranks} process(es), {per_node} a node)"
+    text = f"each of {ranks} process(es), {per_node} a node, holds {size(least)} beside "
+    text += f"activations; {what} {size(there)}"
     fix = (
         "more processes, with parallel.engine=fsdp to share the weights; a smaller model.width or "
         "model.depth; python -m lipnext_scale.plan --ranks N shows what N processes hold"

@@ -141,13 +141,17 @@ def launcher_settings(
     settings = Settings()
     processes = processes or int(environment.get("WORLD_SIZE", "1"))
     _require_all_started(environment)
-    _read_variables(COMMON, environment, settings)
-    if _is_true(environment, "ACCELERATE_USE_FSDP"):
-        _read_variables(FSDP, {"FSDP_VERSION": "1", **environment}, settings)
-    if _is_true(environment, "ACCELERATE_USE_DEEPSPEED"):
-        _read_variables(ZERO, environment, settings)
-        if named := environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-            _read_file(named, processes, settings)
+    fsdp, zero = (
+        environment.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
+        for name in ("FSDP", "DEEPSPEED")
+    )
+    rules = {**COMMON, **(FSDP if fsdp else {}), **(ZERO if zero else {})}
+    variables = {"FSDP_VERSION": "1", **environment}
+    for name, rule in rules.items():
+        if name in variables:
+            rule.apply(name, variables[name], settings)
+    if zero and (named := environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
+        _read_file(named, processes, settings)
     if deepspeed_file is not None:
         settings.add("parallel.engine", "deepspeed", "--deepspeed_config", deepspeed_file)
         _read_file(deepspeed_file, processes, settings)
@@ -164,18 +168,6 @@ def _require_all_started(environment: Mapping[str, str]) -> None:
             "distributed_type MULTI_GPU, FSDP or DEEPSPEED, which start them on CPUs too; "
             "if one was wanted, unset MASTER_ADDR"
         )
-
-
-def _read_variables(
-    rules: Mapping[str, Rule], environment: Mapping[str, str], settings: Settings
-) -> None:
-    for name, rule in rules.items():
-        if name in environment:
-            rule.apply(name, environment[name], settings)
-
-
-def _is_true(environment: Mapping[str, str], name: str) -> bool:
-    return environment.get(name, "").lower() == "true"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,8 +226,6 @@ def _read_json(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such DeepSpeed file") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -49,8 +49,14 @@ class RunDirectory:
     def require_free_or_same(self, recipe: Recipe) -> None:
         """The directory is new, or holds this run and no other process continues it."""
         try:
-            if self.config.exists():
-                self._check_same_run(recipe)
+            there = self.recipe() if self.config.exists() else recipe
+            for key, (old, new) in configuration.differences(there, recipe).items():
+                if key not in CHANGEABLE:
+                    difference = f"{key} = {old!r} there, {new!r} here"
+                    raise UserError(
+                        f"run.dir = {str(self.path)!r}: holds a run with another configuration "
+                        f"({difference}); choose another run.dir or remove it"
+                    )
             self.lock.require_free()
         except OSError as error:
             raise self._not_writable(error) from None
@@ -77,10 +83,7 @@ class RunDirectory:
     def ask_for_requeue(self, reason: str) -> None:
         """For the job script, which cannot tell a stop from a finished run by its exit code."""
         try:
-            try:
-                write_atomically(self.requeue, f"{reason}\n".encode())
-            except OSError:  # a full disk mostly has room for a name, which is enough
-                self.requeue.touch()
+            write_atomically(self.requeue, f"{reason}\n".encode())
         except OSError as error:
             raise UserError(
                 f"{reason}, but no requeue can be asked for: {self.requeue}: {error.strerror}"
@@ -88,14 +91,6 @@ class RunDirectory:
 
     def _not_writable(self, error: OSError) -> UserError:
         return UserError(f"run.dir = {str(self.path)!r}: cannot be written: {error.strerror}")
-
-    def _check_same_run(self, recipe: Recipe) -> None:
-        for key, (old, new) in configuration.differences(self.recipe(), recipe).items():
-            if key not in CHANGEABLE:
-                raise UserError(
-                    f"run.dir = {str(self.path)!r}: holds a run with another configuration "
-                    f"({key} = {old!r} there, {new!r} here); choose another run.dir or remove it"
-                )
 
     def recipe(self) -> Recipe:
         """The configuration of the run that is here."""

@@ -8,8 +8,6 @@ rows, those it owns) and at its part of the gradients. Then one small vector per
     move       ‖Δ‖_F, the size of Manifold Adam's step, the larger of the two
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -19,101 +17,82 @@ from lipnext_scale.optim import Optimizers
 from lipnext_scale.optim.manifold_adam import direction_of
 
 
-@dataclass(frozen=True)
-class DepthStatistics:
-    """Of all ranks together, the same on each; lists by block."""
-
-    gradient: list[float]
-    head_gradient: float
-    drift: list[float]
-    move: list[float]
-
-    def as_metrics(self) -> dict[str, float]:
-        """Scalars for `Metrics`; six digits are enough to look at."""
-        values = {"gradient/head": self.head_gradient}
-        for name in ("gradient", "drift", "move"):
-            blocks = enumerate(getattr(self, name))
-            values |= {f"{name}/block_{block:02d}": value for block, value in blocks}
-        values |= {"drift/largest": max(self.drift), "move/largest": max(self.move)}
-        return {name: float(f"{value:.6g}") for name, value in values.items()}
-
-
 class BlockStats:
     """Reads a step twice, where the trainer calls it; `gather` collects it from all ranks."""
 
     def __init__(self, engine: Engine, optimizers: Optimizers) -> None:
         self._engine, self._optimizers = engine, optimizers
+        self._depth = engine.model.config.depth
         self._squares: Tensor | None = None
         self._sizes: Tensor | None = None
 
     @torch.no_grad()
     def note_gradients(self) -> None:
-        """After the backward pass, before they are clipped; the step may free them."""
-        self._squares = gradient_squares(self._engine)
+        """After the backward pass, before they are clipped; the step may free them.
+
+        Sums of squares of this rank's gradients by block, and of the head's.
+        """
+        held: list[list[Tensor]] = [[] for _ in range(self._depth + 1)]
+        for name, gradient, copies in self._engine.named_gradients():
+            norm = torch.linalg.vector_norm(gradient).double() / copies**0.5
+            held[self._block(name)].append(norm)
+        nothing = torch.zeros((), dtype=torch.float64, device=self._engine.processes.device)
+        sums = [torch.stack(norms).square().sum() if norms else nothing for norms in held]
+        self._squares = torch.stack([total.to(nothing.device) for total in sums])
 
     @torch.no_grad()
     def note_matrices(self, step: int) -> None:
-        """After the step of this number, before an epoch's retraction."""
-        self._sizes = matrix_sizes(self._engine, self._optimizers, step)
+        """After the update of this number, 0 if there was none, before an epoch's retraction.
 
-    def gather(self) -> DepthStatistics:
-        """All ranks together, after both were noted."""
+        Drift and move of the matrices that are whole here, 0 for the others. A step does not keep
+        Δ, but the moments that it was made of.
+        """
+        shards, device = (
+            self._engine.whole_matrices(self._optimizers),
+            self._engine.processes.device,
+        )
+        device = next((shard.tensor.device for shard in shards.values()), device)
+        sizes = torch.zeros(2, self._depth, dtype=torch.float64, device=device)
+        group = self._optimizers.manifold.param_groups[0]
+        for name in (n.removeprefix("model.") for n in shards if n.startswith("model.")):
+            of_block = sizes[:, self._block(name)]
+            drift = orthogonality_error(shards[f"model.{name}"].tensor)
+            of_block[0] = torch.maximum(of_block[0], drift)
+            if step and f"exp_avg.{name}" in shards:  # a frozen matrix has no moments
+                delta = direction_of(
+                    shards[f"exp_avg.{name}"].tensor,
+                    shards[f"exp_avg_sq.{name}"].tensor,
+                    step=step,
+                    lr=group["lr"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    bias_correction=group["second_moment_init"] == "zero",
+                )
+                of_block[1] = torch.maximum(of_block[1], torch.linalg.matrix_norm(delta))
+        self._sizes = sizes
+
+    def gather(self) -> dict[str, float]:
+        """Scalars for `Metrics`, the same on each rank; all ranks together, after both notes."""
         assert self._squares is not None and self._sizes is not None
-        processes, depth = self._engine.processes, self._engine.model.config.depth
+        processes, depth = self._engine.processes, self._depth
         own = [tensor.flatten().to(processes.device) for tensor in (self._squares, self._sizes)]
         self._squares = self._sizes = None
         everyone = processes.gather(torch.cat(own))
         gradients = everyone[:, : depth + 1].sum(0).sqrt()
         largest = everyone[:, depth + 1 :].amax(0)  # 0 for matrices that other ranks hold
-        values = torch.cat([gradients, largest]).tolist()
-        return DepthStatistics(
-            gradient=values[:depth],
-            head_gradient=values[depth],
-            drift=values[depth + 1 : 2 * depth + 1],
-            move=values[2 * depth + 1 :],
-        )
+        values = {"gradient/head": float(gradients[depth])}
+        by_block = {
+            "gradient": gradients[:depth],
+            "drift": largest[:depth],
+            "move": largest[depth:],
+        }
+        for name, of_blocks in by_block.items():
+            for block, value in enumerate(of_blocks.tolist()):
+                values[f"{name}/block_{block:02d}"] = value
+        values["drift/largest"] = float(by_block["drift"].max())
+        values["move/largest"] = float(by_block["move"].max())
+        return {name: float(f"{value:.6g}") for name, value in values.items()}  # enough to look at
 
-
-def gradient_squares(engine: Engine) -> Tensor:
-    """[depth + 1]: sums of squares of this rank's gradients by block, and of the head's."""
-    depth = engine.model.config.depth
-    held: list[list[Tensor]] = [[] for _ in range(depth + 1)]
-    for name, gradient, copies in engine.named_gradients():
-        norm = torch.linalg.vector_norm(gradient).double() / copies**0.5
-        held[_block(name, depth)].append(norm)
-    nothing = torch.zeros((), dtype=torch.float64, device=engine.processes.device)
-    sums = [torch.stack(norms).square().sum() if norms else nothing for norms in held]
-    return torch.stack([total.to(nothing.device) for total in sums])
-
-
-def _block(name: str, depth: int) -> int:
-    """`blocks.3.bias` → 3; the head comes after all blocks."""
-    return int(name.split(".")[1]) if name.startswith("blocks.") else depth
-
-
-def matrix_sizes(engine: Engine, optimizers: Optimizers, step: int) -> Tensor:
-    """[2, depth]: drift and move of the matrices that are whole here; 0 for the others.
-
-    A step does not keep Δ, but the moments that it was made of. step: the optimizer's, 0 before
-    the first.
-    """
-    shards, depth = engine.whole_matrices(optimizers), engine.model.config.depth
-    device = next((shard.tensor.device for shard in shards.values()), engine.processes.device)
-    sizes = torch.zeros(2, depth, dtype=torch.float64, device=device)
-    group = optimizers.manifold.param_groups[0]
-    for name in (n.removeprefix("model.") for n in shards if n.startswith("model.")):
-        of_block = sizes[:, _block(name, depth)]
-        drift = orthogonality_error(shards[f"model.{name}"].tensor)
-        of_block[0] = torch.maximum(of_block[0], drift)
-        if step and f"exp_avg.{name}" in shards:  # a frozen matrix has no moments
-            delta = direction_of(
-                shards[f"exp_avg.{name}"].tensor,
-                shards[f"exp_avg_sq.{name}"].tensor,
-                step=step,
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                bias_correction=group["second_moment_init"] == "zero",
-            )
-            of_block[1] = torch.maximum(of_block[1], torch.linalg.matrix_norm(delta))
-    return sizes
+    def _block(self, name: str) -> int:
+        """`blocks.3.bias` → 3; the head comes after all blocks."""
+        return int(name.split(".")[1]) if name.startswith("blocks.") else self._depth

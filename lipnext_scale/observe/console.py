@@ -33,7 +33,6 @@ PEAKS: dict[str, tuple[float, float]] = {
     "A40": (149.7, 37.4),
     "MI300X": (1307.4, 163.4),
 }
-COLUMNS = 120
 PAGE = resource.getpagesize()
 
 
@@ -43,20 +42,12 @@ def training_flops_per_image(config: LipNeXtConfig) -> float:
     return 6.0 * (config.bank_parameters * tokens + config.width * config.num_classes)
 
 
-def peak_flops(given: float, device: torch.device, precision: str) -> float | None:
-    """Of one device; None where it is not known. given: run.peak_tflops, 0 if not set."""
-    if given:
-        return given * 1e12
-    if device.type != "cuda":
-        return None
-    return peak_by_name(torch.cuda.get_device_name(device), precision)
-
-
-def peak_by_name(name: str, precision: str) -> float | None:
+def peak_tflops(name: str, precision: str) -> float:
+    """Of a device by its name; 0 where it is not known."""
     for words, (bf16, fp32) in PEAKS.items():
         if re.search(rf"\b{words}\b", name, re.IGNORECASE):  # an RTX A4000 is no A40
-            return 1e12 * (bf16 if precision == "bf16" else fp32)
-    return None
+            return bf16 if precision == "bf16" else fp32
+    return 0.0
 
 
 class Pace:
@@ -66,9 +57,10 @@ class Pace:
         self._batch, self._first_step, self._last_step = recipe.data.batch_size, step, step
         self._begun = self._last = time.perf_counter()
         self._paused = 0.0
-        peak = peak_flops(recipe.run.peak_tflops, device, recipe.parallel.precision)
-        flops = training_flops_per_image(recipe.model)
-        self._mfu_of_rate = None if peak is None else flops / (peak * world_size)
+        peak = recipe.run.peak_tflops
+        if not peak and device.type == "cuda":
+            peak = peak_tflops(torch.cuda.get_device_name(device), recipe.parallel.precision)
+        self._flops, self._peak = training_flops_per_image(recipe.model), 1e12 * peak * world_size
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -86,8 +78,8 @@ class Pace:
         rate = (step - self._last_step) * self._batch / seconds
         self._last, self._last_step, self._paused = now, step, 0.0
         values = {"images_per_second": rate}
-        if self._mfu_of_rate is not None:
-            values["mfu"] = rate * self._mfu_of_rate
+        if self._peak:
+            values["mfu"] = rate * self._flops / self._peak
         return values
 
     def seconds_to(self, last_step: int, step: int) -> float:
@@ -109,7 +101,7 @@ def process_memory(device: torch.device) -> dict[str, float]:
 def console_line(
     values: dict[str, float], epochs: int, step: int, total_steps: int, seconds_to_go: float
 ) -> str:
-    """A line of what is known; without the number of all steps where it would be too long."""
+    """A line of what is known."""
     memory = values.get("memory/gpu_allocated_gb", values["memory/resident_gb"])
     parts = [
         f"epoch {epoch_of(values['train/epoch'], epochs)}/{epochs}",
@@ -124,8 +116,6 @@ def console_line(
         f"{memory:.1f} GB",
         f"ETA {duration(seconds_to_go)}",
     ]
-    if len("  ".join(parts)) > COLUMNS:
-        parts[1] = f"step {step}"
     return "  ".join(parts)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import torch
 
 from lipnext_scale.certification.certifier import nominal_radii
-from lipnext_scale.data import DataSets, to_unit_range
+from lipnext_scale.config.recipe import Recipe
+from lipnext_scale.data import DataSets, TestSet, to_unit_range
 from lipnext_scale.data.evaluation import TestBatch
 from lipnext_scale.distributed import Engine
 from lipnext_scale.optim import Optimizers
@@ -20,41 +21,41 @@ class Evaluation:
     """Every rank takes its share of the samples; all must call together."""
 
     def __init__(
-        self, engine: Engine, optimizers: Optimizers, data: DataSets, epsilon: float
+        self, engine: Engine, optimizers: Optimizers, data: DataSets, recipe: Recipe
     ) -> None:
-        self._engine, self._optimizers = engine, optimizers
-        self._data, self._epsilon = data, epsilon
-        self._subsets: dict[int, list[TestBatch]] = {}
+        self._engine, self._optimizers, self._data = engine, optimizers, data
+        self._processes = engine.processes
+        self._epsilon, self._count = recipe.loss.epsilon, recipe.run.watch_samples
+        self._subset: list[TestBatch] | None = None
 
     def of_test_set(self) -> dict[str, float]:
-        processes = self._engine.processes
-        test = self._data.test_set(processes.rank, processes.world_size)
-        clean, cra = self._shares(test, len(self._data.test))
+        clean, cra = self._shares(self._test_set(), len(self._data.test))
         return {"test/clean_accuracy": clean, "test/nominal_cra": cra}
 
-    def of_subset(self, count: int) -> dict[str, float]:
-        """Of always the same samples, whose pixels are kept: they are read once."""
+    def of_subset(self) -> dict[str, float]:
+        """Of the same run.watch_samples samples each time: they are read once and kept."""
         beat("the evaluation", slow=True)
-        processes = self._engine.processes
-        if count not in self._subsets:
-            test = self._data.test_set(processes.rank, processes.world_size)
-            self._subsets[count] = list(test.spread_subset(count))
-        clean, cra = self._shares(self._subsets[count], min(count, len(self._data.test)))
+        if self._subset is None:
+            self._subset = list(self._test_set().spread_subset(self._count))
+        clean, cra = self._shares(self._subset, min(self._count, len(self._data.test)))
         return {"watch/clean_accuracy": clean, "watch/nominal_cra": cra}
+
+    def _test_set(self) -> TestSet:
+        return self._data.test_set(self._processes.rank, self._processes.world_size)
 
     @torch.no_grad()
     def _shares(self, batches: Iterable[TestBatch], samples: int) -> list[float]:
         """Shares of correct and of certified samples, of all ranks."""
         beat("the evaluation", slow=True)
-        processes = self._engine.processes
+        device = self._processes.device
         counts = torch.zeros(2, dtype=torch.float64)
         with self._optimizers.slow_weights():
             for batch in batches:
-                images = to_unit_range(batch.images, processes.device)
+                images = to_unit_range(batch.images, device)
                 labels, radii = nominal_radii(*self._engine.forward(images))
                 correct = (labels.cpu() == batch.labels) & batch.counted
                 certified = correct & (radii.cpu() >= self._epsilon)
                 counts += torch.stack([correct.sum(), certified.sum()])
                 beat("the evaluation")
             self._engine.weights_changed()
-        return processes.gather(counts.to(processes.device)).sum(0).div(samples).tolist()
+        return self._processes.gather(counts.to(device)).sum(0).div(samples).tolist()

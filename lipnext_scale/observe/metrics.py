@@ -10,6 +10,7 @@ from typing import Any
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
+from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.utils.files import write_atomically
 
 # Several curves in one chart, in TensorBoard's tab "Custom Scalars": name → tags or patterns.
@@ -33,11 +34,12 @@ class Metrics:
     counts from the start of the process.
     """
 
-    def __init__(self, jsonl: Path, tensorboard: Path, start_step: int, config: str = "") -> None:
-        kept = [record for record in read_records(jsonl) if record["step"] <= start_step]
-        write_atomically(jsonl, "".join(json.dumps(record) + "\n" for record in kept).encode())
-        self._file = jsonl.open("a", encoding="utf-8")
-        self._writer = SummaryWriter(str(tensorboard), purge_step=start_step + 1)
+    def __init__(self, run: RunDirectory, start_step: int, config: str = "") -> None:
+        kept = [record for record in read_records(run.metrics) if record["step"] <= start_step]
+        content = "".join(json.dumps(record) + "\n" for record in kept)
+        write_atomically(run.metrics, content.encode())
+        self._file = run.metrics.open("a", encoding="utf-8")
+        self._writer = SummaryWriter(str(run.tensorboard), purge_step=start_step + 1)
         self._writer.add_custom_scalars(CHARTS)
         if config:
             indented = "".join(f"    {line}\n" for line in config.splitlines())

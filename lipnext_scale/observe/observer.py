@@ -1,12 +1,4 @@
-"""All that a run records and prints, and when; the trainer calls at each event.
-
-    step            around a step: it may be profiled
-    gradients_made  the gradients are complete, and not yet clipped
-    weights_moved   the step is taken, and not yet retracted
-    after_step      the record and line of a log interval, the scores of the subset
-    evaluate        scores of the full test set
-    finish          the summary picture
-    close           files are closed, also where an error ends the run
+"""All that a run records and prints; the trainer calls it at each event of a step.
 
 It changes nothing that is trained, and cannot end a run: what cannot be written is printed.
 """
@@ -56,39 +48,40 @@ class Observer:
         self._last_step, self._total_steps = last_step, total_steps
         self._is_rank0 = engine.processes.rank == 0
         self._metrics: Metrics | None = None
-        self.evaluation = Evaluation(engine, optimizers, data, recipe.loss.epsilon)
+        self.evaluation = Evaluation(engine, optimizers, data, recipe)
         self._blocks = BlockStats(engine, optimizers)
         self._by_block = False  # in this step
 
     def open(self, step: int) -> None:
         """All ranks together, before the first step of this process, which follows `step`."""
         rank, device = self._processes.rank, self._processes.device
-        self._processes.on_rank0(lambda: self._start_metrics(step))
+        self._processes.on_rank0(lambda: self._open_metrics(step))
         self._progress = Progress(self._last_step, step, title="train", silent=not self._is_rank0)
         self._pace = Pace(self._recipe, device, self._processes.world_size, step)
         say = self.say if self._is_rank0 else print
         self._profile = ProfileWindow(self._run, self._directory.profile, rank, device, say)
 
-    def _start_metrics(self, step: int) -> None:
+    def _open_metrics(self, step: int) -> None:
         try:
-            self._metrics = self._open_metrics(step, configuration.dump(self._recipe))
+            self._metrics = Metrics(self._directory, step, configuration.dump(self._recipe))
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
-
-    def _open_metrics(self, start_step: int, config: str = "") -> Metrics:
-        return Metrics(self._directory.metrics, self._directory.tensorboard, start_step, config)
 
     def say(self, line: str) -> None:
         """Above the bar, or as a line of the log; on rank 0 only."""
         self._progress.say(line)
 
     def finish(self) -> None:
-        """The training is complete."""
-        if self._is_rank0 and self._run.summary:
-            # Not at the top: importing matplotlib takes longer than many a test's run.
-            from lipnext_scale.observe.picture import draw_summary_or_say
+        """The training is complete: a picture that cannot be drawn does not fail it."""
+        if not self._is_rank0 or not self._run.summary:
+            return
+        try:
+            from lipnext_scale.observe.picture import draw_summary  # matplotlib is slow to import
 
-            draw_summary_or_say(self._directory, self._directory.summary, self.say)
+            draw_summary(self._directory, self._directory.summary)
+        except Exception as error:  # matplotlib may raise any
+            reason = f"{type(error).__name__}: {error}"
+            self.say(f"{self._directory.summary}: the summary was not drawn: {reason}")
 
     def close(self) -> None:
         self._profile.close()
@@ -106,11 +99,12 @@ class Observer:
         self._progress.advance()
 
     def gradients_made(self) -> None:
+        """The gradients are complete, and not yet clipped."""
         if self._by_block:
             self._blocks.note_gradients()
 
     def weights_moved(self, updates: int) -> None:
-        """updates: the number of this step's update, 0 if there was none."""
+        """Before a retraction. updates: the number of this step's update, 0 if there was none."""
         if self._by_block:
             self._blocks.note_matrices(updates)
 
@@ -119,17 +113,18 @@ class Observer:
         return self._is_logged(number) or number == self._last_step
 
     def after_step(self, number: int, values: Values) -> None:
-        """All ranks together."""
+        """The record and line of a log interval, the scores of the subset; all ranks together."""
         record: dict[str, float] = {}
         if self.prints_after(number):
             interval = self._interval(number, values)
             if self._is_logged(number):  # a stop in between leaves no trace in the metrics
                 record = interval
             if self._by_block:
-                record |= self._blocks.gather().as_metrics()
-        if self._has_subset(number):
+                record |= self._blocks.gather()
+        every = self._run.watch_every if self._run.watch_samples else 0
+        if every and number % every == 0:
             with self._pace.paused():
-                scores = self.evaluation.of_subset(self._run.watch_samples)
+                scores = self.evaluation.of_subset()
             self.say(score_line(scores))
             record |= scores
         self._write(number, record)
@@ -158,7 +153,7 @@ class Observer:
             return
         try:
             if self._metrics is None:
-                self._metrics = self._open_metrics(number - 1)
+                self._metrics = Metrics(self._directory, number - 1)
             self._metrics.write(number, values)
         except OSError as error:
             why = os_error_in_words(error, self._directory.path)
@@ -169,7 +164,3 @@ class Observer:
 
     def _is_logged(self, number: int) -> bool:
         return number % self._run.log_every == 0 or number == self._total_steps
-
-    def _has_subset(self, number: int) -> bool:
-        every = self._run.watch_every if self._run.watch_samples else 0
-        return bool(every) and number % every == 0

@@ -3,7 +3,7 @@
 Rank 0 draws RUN/summary.png at the end; `lipnext_scale.watch RUN --picture FILE` at any time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from matplotlib.ticker import PercentFormatter
 
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.observe.metrics import read_records
+from lipnext_scale.utils.errors import UserError
 from lipnext_scale.utils.files import atomic_file
 
 BLUE, RED, GREY = "#1f5fa8", "#c4452c", "#777777"
@@ -43,17 +44,10 @@ BY_BLOCK = {
 Records = Sequence[dict[str, Any]]
 
 
-def draw_summary_or_say(directory: RunDirectory, path: Path, say: Callable[[str], None]) -> None:
-    """The run is complete: a picture that cannot be drawn does not fail it."""
-    try:
-        records = read_records(directory.metrics)
-        if any("train/loss" in record for record in records):
-            draw_summary(records, str(directory.path), path)
-    except Exception as error:  # matplotlib may raise any
-        say(f"{path}: the summary was not drawn: {type(error).__name__}: {error}")
-
-
-def draw_summary(records: Records, title: str, path: Path) -> None:
+def draw_summary(run: RunDirectory, path: Path) -> None:
+    records = read_records(run.metrics)
+    if not any("train/loss" in record for record in records):
+        raise UserError(f"{run.metrics}: holds no record of training to draw yet")
     figure = Figure(figsize=(16, 9), dpi=90)
     # Measuring the room for titles and labels would take longer than the drawing.
     figure.subplots_adjust(0.045, 0.06, 0.985, 0.9, 0.24, 0.42)
@@ -65,21 +59,10 @@ def draw_summary(records: Records, title: str, path: Path) -> None:
     for (name, prefix), axes in zip(BY_BLOCK.items(), grid, strict=False):
         keys = sorted({key for record in records for key in record if key.startswith(prefix)})
         _panel(axes, name, records, _shades(keys), log=True)
-    figure.suptitle(f"{title}: {_headline(records)}", fontsize=13, x=0.045, ha="left")
+    title = f"{run.path}: step {records[-1]['step']:,}"
+    figure.suptitle(title, fontsize=13, x=0.045, ha="left")
     with atomic_file(path) as file:
         figure.savefig(file, format="png")
-
-
-def _headline(records: Records) -> str:
-    words = [f"step {records[-1]['step']:,}"]
-    for key, form in (
-        ("train/epoch", "epoch {:.4g}"),
-        ("test/clean_accuracy", "clean {:.2%}"),
-        ("test/nominal_cra", "CRA (K as 1) {:.2%}"),
-    ):
-        values = [record[key] for record in records if key in record]
-        words += [form.format(values[-1])] if values else []
-    return ", ".join(words)
 
 
 def _shades(keys: list[str]) -> dict[str, dict[str, Any]]:

@@ -32,10 +32,7 @@ class ProfileWindow:
         first, end = run.profile_steps
         self._steps = range(first, end if rank in run.profile_ranks else first)
         self._directory = Path(run.profile_dir) if run.profile_dir else directory
-        self._rank, self._say = rank, say
-        self._activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            self._activities.append(ProfilerActivity.CUDA)
+        self._rank, self._device, self._say = rank, device.type, say
         self._profiler: profile | None = None
         self._traced: list[int] = []
 
@@ -44,7 +41,8 @@ class ProfileWindow:
         if step not in self._steps:
             return
         if self._profiler is None:
-            self._profiler = profile(activities=self._activities, acc_events=True)
+            kinds = {ProfilerActivity.CPU, getattr(ProfilerActivity, self._device.upper())}
+            self._profiler = profile(activities=kinds, acc_events=True)
             self._profiler.start()
         self._traced.append(step)
 
@@ -62,10 +60,8 @@ class ProfileWindow:
         stem = f"{self._directory}/steps-{first:06d}-{last:06d}.rank-{self._rank}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(f"{stem}.partial.json.gz")  # torch goes by the ending
-            Path(f"{stem}.partial.json.gz").replace(f"{stem}.json.gz")
-            device = "cuda" if ProfilerActivity.CUDA in self._activities else "cpu"
-            order = f"self_{device}_time_total"
+            profiler.export_chrome_trace(f"{stem}.json.gz")
+            order = f"self_{self._device}_time_total"
             table = profiler.key_averages().table(sort_by=order, row_limit=ROWS)
             Path(f"{stem}.txt").write_text(table, encoding="utf-8")
         except (OSError, RuntimeError) as error:  # not worth the run

@@ -44,7 +44,7 @@ class Checkpointer:
         loader: StreamLoader,
         non_finite: NonFinitePolicy,
     ) -> None:
-        self._directory, self._asynchronous = directory, run.async_checkpoint
+        self._directory, self._run = directory, run
         self._engine, self._optimizers = engine, optimizers
         self._loader, self._non_finite = loader, non_finite
         self._group = engine.processes.checkpoint_group
@@ -57,17 +57,22 @@ class Checkpointer:
         One that could not be written is a warning, since a full disk may have room again at the
         next. That one is waited for, and ends the run if it fails too.
         """
-        failed = self._last_save_failed()
+        self.writer.join()
+        self.warn_of_failure()
+        failed = isinstance(self.writer.failure, UserError)  # the same on all ranks
+        if failed:
+            with suppress(UserError):  # rank 0 has printed it
+                self.writer.wait()
         self._optimizers.initialise_state()  # before the first step there is none
         facts: dict[str, Any] = {
             "loader": self._loader.state_dict(),
             "optimizers": self._optimizers.counters(),
-            "non_finite": self._non_finite.state_dict(),
+            "non_finite": {"missing": self._non_finite.skipped},
             "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         }
         shards = self._engine.state_shards(self._optimizers)
         self._require_equal_replicas(step, shards)
-        self.writer.save(step, shards, facts, self._asynchronous and not failed)
+        self.writer.save(step, shards, facts, self._run.async_checkpoint and not failed)
 
     def _require_equal_replicas(self, step: int, shards: StateShards) -> None:
         """Ranks that hold the same part hold the same bits, or the checkpoint would mix two."""
@@ -91,16 +96,6 @@ class Checkpointer:
                 line = f"warning: {error}; the run continues and tries again at the next checkpoint"
                 print(line, file=sys.stderr, flush=True)
 
-    def _last_save_failed(self) -> bool:
-        """The same on all ranks; rank 0 has printed why."""
-        self.writer.join()
-        self.warn_of_failure()
-        try:
-            self.writer.wait()
-        except UserError:
-            return True
-        return False
-
     @contextmanager
     def finishing(self) -> Iterator[None]:
         """Complete the checkpoint that is being written, also where an error ends the run."""
@@ -112,17 +107,19 @@ class Checkpointer:
             raise
         self.writer.wait()
 
-    def resume(self) -> int | None:
-        """Load the newest intact checkpoint and return its step; None where there is none."""
+    def resume(self) -> int:
+        """Load the newest intact checkpoint and return its step; 0 where there is none."""
         path = newest_intact_checkpoint(self._directory, self._group)
         if path is None:
-            return None
+            if self._run.init_from:
+                start_from_export(Path(self._run.init_from), self._engine)
+            return 0
         facts = read_facts(path)
         shards = self._engine.state_shards(self._optimizers)
         load_shards(path, shards, self._group)
         self._engine.state_loaded(shards, self._optimizers)
         if "non_finite" in facts:  # not in the oldest checkpoints
-            self._non_finite.load_state_dict(facts["non_finite"])
+            self._non_finite.skipped = facts["non_finite"]["missing"]
         updates = self._non_finite.updates(facts["step"])
         self._optimizers.set_counters(updates, facts["optimizers"])
         self._loader.load_state_dict(facts["loader"])

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import AbstractContextManager
-from pathlib import Path
 from signal import Signals, raise_signal
 
 import torch
@@ -10,18 +9,18 @@ from torch import Tensor
 
 from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.config.run_directory import RunDirectory
-from lipnext_scale.data import Batch, DataSets, StreamLoader, to_unit_range
+from lipnext_scale.data import Batch, DataSets, to_unit_range
 from lipnext_scale.data.loader import BadSamples, lost_a_worker
 from lipnext_scale.distributed import build_engine, is_out_of_memory, lost_a_peer
 from lipnext_scale.losses import class_distances, compute_loss, training_radius
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.observe import Observer
 from lipnext_scale.observe.profile import require_reachable_window
-from lipnext_scale.training.checkpointer import Checkpointer, start_from_export
+from lipnext_scale.training.checkpointer import Checkpointer
 from lipnext_scale.training.non_finite import NonFinitePolicy, what_is_not_finite
 from lipnext_scale.training.preflight import require_intact_shards, require_same_samples
 from lipnext_scale.training.signals import StopRequest, stop_requests
-from lipnext_scale.training.watchdog import collective_timeout, watching
+from lipnext_scale.training.watchdog import clear_empty_reports, collective_timeout, watching
 from lipnext_scale.utils.config import ConfigError
 from lipnext_scale.utils.errors import RunFailed, Stopped
 from lipnext_scale.utils.files import os_error_in_words
@@ -44,17 +43,19 @@ class Trainer:
         self.data = DataSets(
             recipe.data, model.image_size, model.in_channels, model.num_classes, known
         )
-        self.engine = build_engine(
-            recipe.parallel,
-            run.device,
-            timeout=collective_timeout(run.hang_timeout),
-        )
+        timeout = collective_timeout(run.hang_timeout)
+        self.engine = build_engine(recipe.parallel, run.device, timeout=timeout)
         self.processes = self.engine.processes
-        self.loader = self._build_loader()
+        rank, world_size = self.processes.rank, self.processes.world_size
+        self.is_rank0 = rank == 0
+        recipe.require_batch_for(world_size)
+        require_same_samples(self.data.all, self.processes)
+        pin_memory = self.processes.device.type == "cuda"
+        self.loader = self.data.training_loader(run.seed, rank, world_size, pin_memory)
         # The steps of the schedule, and where this process stops.
         self.total_steps = recipe.optim.epochs * self.loader.steps_per_epoch
         self.last_step = min(self.total_steps, run.max_steps or self.total_steps)
-        require_reachable_window(run, self.last_step, self.processes.world_size)
+        require_reachable_window(run, self.last_step, world_size)
         self.processes.on_rank0(lambda: self.directory.require_free_or_same(recipe))
         checked: list[str] = []
         if recipe.data.verify:
@@ -73,7 +74,7 @@ class Trainer:
         self.stop_signal: Signals | None = None
         # [request, usable] of steps on a GPU that the host has not read yet: it would wait.
         self._unread: list[Tensor] = []
-        self.step = self._resume()
+        self.step = self.checkpointer.resume()
         self.observer = Observer(
             recipe,
             self.directory,
@@ -91,17 +92,6 @@ class Trainer:
         if self.step:
             self._print(f"continuing {self.directory.path} from step {self.step}")
 
-    @property
-    def is_rank0(self) -> bool:
-        return self.processes.rank == 0
-
-    def _build_loader(self) -> StreamLoader:
-        self.recipe.require_batch_for(self.processes.world_size)
-        require_same_samples(self.data.all, self.processes)
-        rank, world_size = self.processes.rank, self.processes.world_size
-        pin_memory = self.processes.device.type == "cuda"
-        return self.data.training_loader(self.recipe.run.seed, rank, world_size, pin_memory)
-
     def _build_model(self) -> LipNeXt:
         """The model on its processes, with its initial weights."""
         config = self.recipe.model
@@ -116,12 +106,6 @@ class Trainer:
                 f"for {self.processes.world_size} process(es) with {self.engine.describe()}"
             )
             raise ConfigError("model.width", config.width, right) from error
-
-    def _resume(self) -> int:
-        step = self.checkpointer.resume()
-        if step is None and self.recipe.run.init_from:
-            start_from_export(Path(self.recipe.run.init_from), self.engine)
-        return step or 0
 
     def run(self) -> None:
         run = self.recipe.run
@@ -170,17 +154,11 @@ class Trainer:
         return f"step {self.step}: another process has ended" if lost_a_peer(error) else None
 
     def _watching(self) -> AbstractContextManager[None]:
-        start = self.processes.on_rank0(lambda: time.strftime("%Y-%m-%d_%H-%M-%S"))
-        return watching(
-            self.recipe.run.hang_timeout,
-            self.directory.hangs / start,
-            self.processes.rank,
-            self.processes.world_size,
-        )
-
-    def close(self) -> None:
-        """Leave the other processes."""
-        self.processes.close()
+        hangs, processes = self.directory.hangs, self.processes
+        processes.on_rank0(lambda: clear_empty_reports(hangs))
+        start = processes.on_rank0(lambda: time.strftime("%Y-%m-%d_%H-%M-%S"))
+        timeout = self.recipe.run.hang_timeout
+        return watching(timeout, hangs / start, processes.rank, processes.world_size)
 
     def _print(self, line: str) -> None:
         if self.is_rank0:
@@ -333,10 +311,6 @@ class Trainer:
             self.observer.say(self.non_finite.skip(self.step + 1, what))
             self.engine.discard_gradients()
         return what is None
-
-    def evaluate(self) -> dict[str, float]:
-        """Clean and certified accuracy of the slow weights on the test set, with K taken as 1."""
-        return self.observer.evaluation.of_test_set()
 
     def _evaluation_is_due(self, epoch: int) -> bool:
         every = self.recipe.run.eval_every

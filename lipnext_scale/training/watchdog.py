@@ -1,14 +1,9 @@
 """Hangs: every rank writes where it stands, and ends with exit code 75.
 
 Training is one collective after the other, so a rank that hangs makes all hang. A small thread on
-each looks at the heartbeats of `utils.progress`; faulthandler writes the stacks:
-
-    RUN/hangs/START/rank-3.txt      where rank 3 stands, and the stacks of all its threads
-    RUN/hangs/START/rank-3.flight   torch's flight recorder: its last collectives
-
-The thread is needed for the exit code, and to wait for the reports of the others: the end of one
-rank ends all. Where a library holds the GIL the thread stands still, but faulthandler's timer
-writes the stacks all the same, and the other ranks end the run.
+each looks at the heartbeats of `utils.progress`, waits for the reports of the other ranks (the end
+of one rank ends all) and sets the exit code. Where a library holds the GIL the thread stands still,
+but faulthandler's timer writes the stacks all the same, and the other ranks end the run.
 """
 
 import faulthandler
@@ -57,6 +52,16 @@ def watching(timeout: float, directory: Path, rank: int, world_size: int) -> Ite
         yield
     finally:
         watchdog.stop()
+
+
+def clear_empty_reports(hangs: Path) -> None:
+    """Remove the reports without content that killed processes left."""
+    for report in hangs.glob("*/*"):
+        if not report.stat().st_size:
+            report.unlink()
+    for start in hangs.glob("*"):
+        with suppress(OSError):  # it has reports
+            start.rmdir()
 
 
 class Watchdog(threading.Thread):
@@ -133,7 +138,7 @@ class Watchdog(threading.Thread):
 
     def _summary(self) -> str:
         """Where each rank stands, in one line."""
-        places: dict[str, list[int]] = {}
+        places: dict[str, list[str]] = {}
         for rank in range(self._world_size):
             path = self._directory / f"rank-{rank}.txt"
             first = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
@@ -141,23 +146,19 @@ class Watchdog(threading.Thread):
             if not place:
                 held = "its stacks only: a library holds the GIL"
                 place = held if first else "no report: is it stopped, or its host gone?"
-            places.setdefault(place, []).append(rank)
+            places.setdefault(place, []).append(str(rank))
         words = []
         for place, ranks in places.items():
-            named = ", ".join(map(str, ranks[:NAMED])) + (" …" if len(ranks) > NAMED else "")
-            words.append(f"rank{'s' * (len(ranks) > 1)} {named}: {place}")
+            more = " …" if len(ranks) > NAMED else ""
+            words.append(f"rank {', '.join(ranks[:NAMED])}{more}: {place}")
         return f"hang: {'; '.join(words)}; stacks in {self._directory}"
 
     def _write_flight_record(self) -> None:
-        """NCCL's where it can be in use, or that of the other backends. Last: it may wait for a
-        lock that a thread that hangs has."""
-        names = ["_dump_fr_trace", "_dump_nccl_trace"]  # the first that this torch has
-        for name in reversed(names) if torch.cuda.is_initialized() else names:
-            dump = getattr(c10d, name, None)
-            if dump is not None:
-                with suppress(OSError, RuntimeError):
-                    self._path.with_suffix(".flight").write_bytes(dump())
-                return
+        """NCCL's where it can be in use, or that of the other backends, which not every torch has.
+        Last: it may wait for a lock that a thread that hangs has."""
+        name = "_dump_nccl_trace" if torch.cuda.is_initialized() else "_dump_fr_trace"
+        with suppress(OSError, RuntimeError, AttributeError):
+            self._path.with_suffix(".flight").write_bytes(getattr(c10d, name)())
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:

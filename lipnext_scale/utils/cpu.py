@@ -1,7 +1,6 @@
 """Settings of this process that make a CPU faster. Made by the commands, not on import."""
 
 import ctypes
-import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST = 2**31 - 1
@@ -13,11 +12,8 @@ def keep_freed_memory() -> None:
     A step frees its activations and the next asks for the same amount again. By default glibc
     returns large blocks to the kernel, which clears every page anew: `python -m benchmarks.block`.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # another C library than glibc
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library than glibc
         return
     mallopt(_M_MMAP_THRESHOLD, 1 << 30)
     mallopt(_M_TRIM_THRESHOLD, _LARGEST)

@@ -43,6 +43,22 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
 
+    def add_configuration(self, required: bool = False) -> None:
+        """--config and the arguments that go over it."""
+        self.add_argument(
+            "--config", required=required, help="YAML file, such as configs/digits.yaml"
+        )
+        self.add_argument(
+            "overrides", nargs="*", metavar="section.key=value", help="set over the file"
+        )
+
+
+def positive(text: str) -> int:
+    """The type of an option that counts."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number from 1")
+    return int(text)
+
 
 def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
     """Decorate a command's `main(argv)`: errors become one line on stderr and an exit code."""

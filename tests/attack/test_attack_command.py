@@ -100,6 +100,27 @@ def test_an_attack_is_added_to_the_report_of_its_certificate(
         assert words in attacked and words not in report.read_bytes()
 
 
+def test_a_certificate_that_lacks_keys_is_a_warning(
+    broken: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack is written; pictures and report stay as they are."""
+    out = ["--out", str(tmp_path), "--samples", "3"]
+    certify([*broken, *out[:2]])
+    path = tmp_path / "certificate.json"
+    for key in ("histogram", "model"):
+        facts = json.loads(path.read_text())
+        del facts[key]
+        path.write_text(json.dumps(facts))
+        (tmp_path / "attack.json").unlink(missing_ok=True)
+        before = {name: (tmp_path / name).read_bytes() for name in ("report.html", "cra.png")}
+        capsys.readouterr()
+        main([*broken, *QUICK, *out])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"warning: {tmp_path}/report.html is not changed: ") and key in line
+        assert (tmp_path / "attack.json").exists()
+        assert before == {name: (tmp_path / name).read_bytes() for name in before}
+
+
 def test_some_samples_evenly_spaced(broken: list[str], tmp_path: Path) -> None:
     """Three of nine are 0, 3 and 6, and what they get does not depend on the others."""
     for name, choice in (("all", []), ("some", ["--samples", "3"])):

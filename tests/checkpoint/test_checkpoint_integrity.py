@@ -121,11 +121,6 @@ def test_any_bit_of_the_sums_is_guarded(copy):
         assert message_of(verify_checkpoint, copy).startswith(f"{copy / SUMS}: ")
 
 
-def test_what_does_not_belong_is_named(copy):
-    (copy / ".hidden").write_bytes(b"")
-    assert message_of(verify_checkpoint, copy).startswith(f"{copy / '.hidden'}: does not belong")
-
-
 def test_a_path_that_leads_nowhere_is_a_user_error(tmp_path):
     for read in (verify_checkpoint, read_facts, stored_shapes, lambda path: load_shards(path, {})):
         assert "No such file" in message_of(read, tmp_path / "step-000000001")
@@ -227,17 +222,3 @@ def test_metadata_that_is_not_sound_is_refused(copy, change):
     change(metadata, next(iter(metadata.storage_data.values())))
     (copy / ".metadata").write_bytes(pickle.dumps(metadata))
     assert ": is not a readable checkpoint: " in message_of(load_shards, copy, sample_shards(1))
-
-
-@pytest.mark.parametrize(
-    "content, complaint",
-    [
-        (b'{"format": 1}', "is not of a checkpoint of format 2"),
-        (b"[2]", "is not of a checkpoint of format 2"),
-        (b'{"format": 2', "is not readable JSON"),
-        (b"[" * 100_000, "is not readable JSON"),
-    ],
-)
-def test_facts_of_another_kind_are_refused(copy, content, complaint):
-    (copy / "facts.json").write_bytes(content)
-    assert message_of(read_facts, copy).startswith(f"{copy / 'facts.json'}: {complaint}")

@@ -3,7 +3,6 @@
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_parts import (
@@ -11,7 +10,6 @@ from checkpoint_parts import (
     cut,
     message_of,
     random_bits,
-    rows,
     same_bits,
     sample_shards,
     whole,
@@ -30,7 +28,7 @@ from lipnext_scale.checkpoint import (
     read_facts,
     stored_shapes,
 )
-from lipnext_scale.checkpoint.shards import Extent, assign_writers, layout_of
+from lipnext_scale.checkpoint.shards import Extent, assign_writers
 
 WORLD = 3
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool"]
@@ -112,15 +110,6 @@ def test_any_split_is_loaded_into_any_other(tmp_path_factory, all_cases):
     run_processes(WORLD, save_and_load, str(tmp_path_factory.mktemp("any")), all_cases)
 
 
-def test_one_process_without_a_group(tmp_path):
-    """No process group is needed by a process that is alone."""
-    CheckpointWriter(tmp_path, 1).save(3, sample_shards(3), {"epoch": 2}, asynchronous=False)
-    path = latest_checkpoint(tmp_path)
-    assert_holds(path, 3)
-    assert read_facts(path) == {"format": 2, "step": 3, "epoch": 2}
-    assert stored_shapes(path) == {"bank": (12, 5), "head": (3, 12), "count": ()}
-
-
 # --- replicas ---------------------------------------------------------------------------------
 
 extents = st.builds(
@@ -136,17 +125,6 @@ def test_copies_are_shared_out_once_and_evenly(held, world_size):
     assert sorted(name for names in writes for name in names) == sorted(layout)
     loads = [sum(layout[name].nbytes for name in names) for names in writes]
     assert max(loads) - min(loads) <= max((extent.nbytes for extent in held), default=0)
-
-
-def test_what_is_missing_or_contradictory_is_refused():
-    """StateShards that do not make the whole tensor, or not the same tensor, are a bug."""
-    tensor = torch.zeros(10, 2)
-    with pytest.raises(AssertionError, match="t: the ranks hold 12 of its 20 elements"):
-        assign_writers([layout_of({"t": cut(tensor, 0, 0, 6)}), layout_of({})])
-    with pytest.raises(AssertionError, match="t is different tensors"):
-        assign_writers([layout_of({"t": whole(tensor)}), layout_of({"t": whole(tensor.double())})])
-    with pytest.raises(AssertionError, match="is not inside"):
-        StateShard(tensor, (10, 2), (1, 0))
 
 
 # --- beside the training ----------------------------------------------------------------------
@@ -174,27 +152,6 @@ def test_what_changes_after_save_is_not_stored(tmp_path, monkeypatch):
         writer.wait()
         assert_holds(latest_checkpoint(tmp_path), step)
         assert read_facts(latest_checkpoint(tmp_path))["places"] == [step]
-
-
-def save_in_changing_splits(rank: int, world_size: int, directory: str) -> None:
-    writer = CheckpointWriter(Path(directory), 3, group=dist.group.WORLD)
-    tensor = random_bits((9, 2), torch.float32, 0)
-    writer.save(1, {"t": rows(tensor, rank, world_size)}, {})
-    if rank == 0:  # one process has all of it now; of the other's view nothing has changed but that
-        writer.save(2, {"t": whole(tensor)}, {})
-    else:
-        writer.save(2, {}, {})
-    writer.save(3, {"t": rows(tensor, rank, world_size)}, {})
-    writer.wait()
-
-
-def test_the_split_may_change_between_saves(tmp_path):
-    """A writer that has shared out one layout does not go on with it for another."""
-    run_processes(2, save_in_changing_splits, str(tmp_path))
-    for step in (1, 2, 3):
-        tensor = torch.zeros(9, 2)
-        load_shards(tmp_path / f"step-{step:09d}", {"t": whole(tensor)})
-        assert same_bits(tensor, random_bits((9, 2), torch.float32, 0))
 
 
 # --- what does not fit ------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def test_what_a_file_may_not_say(tmp_path: Path, content: dict[str, Any], said: 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    with pytest.raises(UserError, match="ds.json: no such DeepSpeed file"):
+    with pytest.raises(UserError, match="ds.json: cannot be read: No such file"):
         launcher_settings({}, str(path))
     for text, said in (("{", "is not valid JSON"), ("[]", "must hold a JSON obj")):
         path.write_text(text, encoding="utf-8")

@@ -26,7 +26,7 @@ def test_every_row_has_its_figure(capsys):
     "arguments, message",
     [
         (["network", "--config", DIGITS], "network"),
-        (["data", "--config", DIGITS, "--seconds", "0"], "--seconds and --ranks must be positive"),
+        (["data", "--config", DIGITS, "--seconds", "0"], "argument --seconds: 0 must be above 0"),
         (["data", "--config", DIGITS, "--ranks", "7"], "data.batch_size = 64"),
         (["data", "--config", DIGITS, "data.train=none-*.tar"], "data.train = 'none-*.tar'"),
     ],

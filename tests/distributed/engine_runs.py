@@ -151,7 +151,9 @@ def _train(directory: Path, *overrides: str, change: Callable[[Trainer], None] |
     for batch in trainer.loader:
         metrics.append(trainer.train_step(batch))
         if trainer.step in (STEPS // 2, trainer.last_step):
-            scores.append(trainer.evaluate())  # training must go on as if it had not been
+            scores.append(
+                trainer.observer.evaluation.of_test_set()
+            )  # training must go on as if it had not been
         if trainer.step == trainer.last_step:
             break
     require_rows_of_owners(trainer)

@@ -27,27 +27,16 @@ def run_plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 EIGHT = """\
 LipNeXt L32W4096: 1,073,741,824 orthogonal parameters
-8 processes: fsdp 1 × 8, bank layout, fp32
-batch of 256: 32 images a process
+8 process(es): fsdp 1 × 8, bank layout, fp32
+batch of 256: 32 image(s) a process, in 1 part(s)
 
-whole → on rank 0
-8 groups of blocks with
-    bank [8, 4096, 4096] → [1, 4096, 4096]
-    bias [4, 4096] → [1, 4096]
-    pos [4, 14, 14, 1] → [1, 14, 14, 1]
-head with
-    weight [1000, 4096] → [125, 4096]
-    bias [1000] → [125]
+on each rank (kept: parameters, gradients and optimizer; activations come on top)
+  ranks  matrices  parameters  gradients  optimizer    kept  gathered
+    0-7      8.00    539.1 MB   539.1 MB     2.2 GB  3.2 GB    1.1 GB
 
-on each rank, GB (kept: parameters, gradients and optimizer. Activations come on top)
-  ranks  matrices  parameters  gradients  optimizer      kept  gathered
-  0-7        8.00       0.539      0.539      2.154     3.232     1.090
-
-sent by each rank in a step, GB
-  ranks  all-gather  reduce-scatter      sent
-  0-7         7.532           3.773    11.306
-
-kept: 3.232 GB on the fullest rank, 3.232 on average (0.0 % above), 3.232 on the emptiest
+sent by each rank in a step
+  ranks  all-gather  reduce-scatter     sent
+    0-7      7.5 GB          3.8 GB  11.3 GB
 """
 
 
@@ -59,9 +48,8 @@ def test_a_billion_parameters_on_one_node(capsys: pytest.CaptureFixture[str]) ->
 def test_a_billion_parameters_on_eight_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     """Nodes replicate, so a rank holds what it did on one node, and an all-reduce is added."""
     out = run_plan(capsys, "--config", ONE, "--ranks", "64", *FP32)
-    assert "64 processes: fsdp 8 × 8" in out and "4 images a process" in out
-    assert "    bank [8, 4096, 4096] → [1, 4096, 4096]\n" in out
-    assert "  0-63        7.532           3.773       0.943    12.249\n" in out
+    assert "64 process(es): fsdp 8 × 8" in out and "4 image(s) a process" in out
+    assert "   0-63      7.5 GB          3.8 GB    943.3 MB  12.2 GB\n" in out
 
 
 @pytest.mark.slow
@@ -70,28 +58,26 @@ def test_rows_over_64_ranks() -> None:
     settings = ["parallel.weight_layout=row", "parallel.shard_size=64"]
     described, estimates = plan(load_recipe(ONE, settings), 64, 8)
     assert "fsdp 1 × 64, row layout" in described
-    assert "    4 × matrices [4096, 4096] → [64, 4096]\n" in described
     assert [e.matrices for e in estimates] == [1] * 64
     assert max(e.kept for e in estimates) < 1.01 * min(e.kept for e in estimates)
     assert all(e.all_to_all > 0 and e.buffers > 0 and e.all_reduce == 0 for e in estimates)
 
 
 def test_ranks_that_differ_have_lines_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """14 matrices on 16 ranks: two have none, and what that costs the others is printed."""
+    """14 matrices on 16 ranks: two have none."""
     arguments = ["--config", ONE, "--ranks", "16", "--ranks-per-node", "16", "model.depth=7"]
     out = run_plan(capsys, *arguments, *FP32)
-    assert "\n  0-13       1.00 " in out and "\n  14-15      0.00 " in out
-    assert "(9.0 % above)" in out
+    assert "\n   7-13      1.00 " in out and "\n     15      0.00 " in out
 
 
 def test_small_models_have_small_units(capsys: pytest.CaptureFixture[str]) -> None:
     """No column of zeros: kB and MB where GB would be, nothing where nothing is sent."""
     out = run_plan(capsys, "--config", DIGITS, "--ranks", "1", "parallel.accumulation=2")
-    assert "1 process: single, fp32" in out and "64 images a process, in 2 parts" in out
-    assert "on each rank, MB" in out and "nothing is sent" in out and "gathered" not in out
+    assert "1 process(es): single, fp32" in out and "64 image(s) a process, in 2 part(s)" in out
+    assert " MB " in out and "nothing is sent" in out and "gathered" not in out
     tiny = ["model.width=16", "parallel.engine=ddp"]
     out = run_plan(capsys, "--config", DIGITS, "--ranks", "2", *tiny)
-    assert "on each rank, kB" in out and "all-reduce" in out and "all-gather" not in out
+    assert " kB " in out and "all-reduce" in out and "all-gather" not in out
 
 
 def test_replicas_are_alike() -> None:
@@ -125,7 +111,7 @@ def test_nothing_is_in_memory() -> None:
 
 
 MISTAKES = [
-    (["--ranks", "0"], "--ranks 0: must be at least 1"),
+    (["--ranks", "0"], "argument --ranks: 0 must be a whole number from 1"),
     ([], "the following arguments are required: --ranks"),
     (["--ranks", "3"], "data.batch_size = 256: must be a multiple of 3 process"),
     (["--ranks", "8", "parallel.shard_size=3"], "parallel.shard_size = 3: must divide"),

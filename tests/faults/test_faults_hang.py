@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from distributed.launch_commands import ROOT
 from elastic_run import ElasticRun
+from training.small import small_recipe
 
-from lipnext_scale.training.watchdog import HANG_EXIT_CODE, Watchdog, collective_timeout
+from lipnext_scale.training.trainer import Trainer
+from lipnext_scale.training.watchdog import HANG_EXIT_CODE, Watchdog
 
 SHORT = 3  # seconds
 
@@ -106,11 +108,15 @@ def test_the_summary_groups_ranks_by_place(tmp_path):
         (tmp_path / f"rank-{rank}.txt").write_text(f"rank {rank} on h, silent for 9 s: at x\nstack")
     (tmp_path / "rank-4.txt").write_text("Timeout (0:10:00)!\nstack")
     summary = Watchdog(600, tmp_path, 1, 5)._summary()
-    assert summary.startswith("hang: ranks 0, 1, 3: at x; rank 2: no report: is it stopped")
+    assert summary.startswith("hang: rank 0, 1, 3: at x; rank 2: no report: is it stopped")
     assert "rank 4: its stacks only: a library holds the GIL; stacks in " in summary
 
 
-def test_torchs_own_time_out_comes_later():
-    """But never sooner than torch's default: starts are not watched."""
-    assert collective_timeout(600) == 7200 and collective_timeout(10) == 1800
-    assert collective_timeout(0) is None
+def test_the_next_start_removes_empty_reports(tmp_path):
+    """Those that kill -9 left; a report with content stays."""
+    hangs = tmp_path / "run" / "hangs"
+    for start, text in (("killed", ""), ("hung", "rank 0 on h, silent for 9 s: at x\n")):
+        (hangs / start).mkdir(parents=True)
+        (hangs / start / "rank-0.txt").write_text(text)
+    Trainer(small_recipe(tmp_path / "run", "run.max_steps=1", "run.eval_every=0")).run()
+    assert [path.name for path in sorted(hangs.rglob("*"))] == ["hung", "rank-0.txt"]

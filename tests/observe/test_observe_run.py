@@ -9,15 +9,8 @@ from observed_runs import DEPTH, LAST, QUIET, checkpoint_tensors, recipe, record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lipnext_scale.models import LipNeXtConfig
-from lipnext_scale.observe.console import (
-    COLUMNS,
-    console_line,
-    duration,
-    peak_by_name,
-    training_flops_per_image,
-)
+from lipnext_scale.observe.console import training_flops_per_image
 from lipnext_scale.training.trainer import Trainer
-from lipnext_scale.utils.config import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +80,11 @@ def test_a_continued_run_has_every_step_once(watched, tmp_path):
 
 
 def test_the_watched_part_of_the_whole_set_is_the_whole_set(tmp_path):
-    trainer = Trainer(recipe(tmp_path / "run", "run.max_steps=4", "loss.epsilon=0.2"))
+    settings = ["run.max_steps=4", "loss.epsilon=0.2", "run.watch_samples=1000000"]
+    trainer = Trainer(recipe(tmp_path / "run", *settings))
     trainer.run()
-    whole, subset = trainer.evaluate(), trainer.observer.evaluation.of_subset(10**9)
+    evaluation = trainer.observer.evaluation
+    whole, subset = evaluation.of_test_set(), evaluation.of_subset()
     assert subset["watch/clean_accuracy"] == whole["test/clean_accuracy"]
     assert subset["watch/nominal_cra"] == whole["test/nominal_cra"]
 
@@ -125,46 +120,6 @@ def test_a_profile_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_path, 
     assert trainer.step == 2 and "the profile was not written" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        (["run.profile_steps=[29,30]"], r"run\.profile_steps = \[29, 30\]: must begin by step 28"),
-        (["run.profile_steps=[1,2]", "run.profile_ranks=[1]"], r"run\.profile_ranks .*below 1"),
-        (["run.profile_ranks=[]"], r"run\.profile_ranks = \[\]: must be a list of ranks"),
-        (["run.profile_steps=[7,3]"], r"run\.profile_steps = .*: must be \[first, end\)"),
-    ],
-)
-def test_a_profile_without_a_step_or_rank_is_refused(tmp_path, settings, said):
-    with pytest.raises(ConfigError, match=said):
-        Trainer(recipe(tmp_path / "run", *settings))
-
-
-# ---- the line and its numbers --------------------------------------------------------------------
-
-
-def test_the_line_fits_and_has_what_is_known():
-    assert [duration(s) for s in (59.6, 11525, 187_000)] == ["1:00", "3:12:05", "2 d 3 h"]
-    values = {
-        "train/loss": 12.34567,
-        "train/accuracy": 0.912,
-        "train/lr": 9.9e-4,
-        "train/epsilon": 0.5,
-        "train/epoch": 399.9,
-        "images_per_second": 12345.6,
-        "data/wait_share": 0.03,
-        "memory/resident_gb": 9.0,
-    }
-    line = console_line(values, 400, 264, 1320, 41)
-    assert line == (
-        "epoch 400/400  step  264/1320  loss 12.3457  acc 0.912  lr 9.9e-04  ε 0.500  "
-        "12,346 img/s  wait 3%  9.0 GB  ETA 0:41"
-    )
-    full = {**values, "mfu": 0.41, "memory/gpu_allocated_gb": 72.1}
-    long = console_line(full, 400, 1_234_567, 2_001_600, 187_000)
-    assert "step 1234567  " in long and "MFU 41%" in long and "72.1 GB" in long
-    assert long.endswith("ETA 2 d 3 h") and len(long) <= COLUMNS + 8
-
-
 def test_the_arithmetic_of_a_model_is_that_of_its_products():
     """Counted by torch in a forward and a backward pass of the plain form, less the M·Rᵀ."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -180,11 +135,3 @@ def test_the_arithmetic_of_a_model_is_that_of_its_products():
         logits, _ = model.head(blocks.l2_pool(x))
         logits.sum().backward()
     assert counter.get_total_flops() == 4 * training_flops_per_image(config)
-
-
-def test_peaks_by_the_names_that_devices_give_themselves():
-    assert peak_by_name("NVIDIA H100 80GB HBM3", "bf16") == 989.5e12
-    assert peak_by_name("NVIDIA H100 PCIe", "bf16") == 756e12
-    assert peak_by_name("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
-    for other in ("Some other device", "NVIDIA RTX A4000", "NVIDIA A10G", "NVIDIA A1000"):
-        assert peak_by_name(other, "bf16") is None

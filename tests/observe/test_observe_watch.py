@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 from observed_runs import recipe, run
 from PIL import Image
 
-from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.observe.metrics import read_records
-from lipnext_scale.observe.picture import draw_summary_or_say
 from lipnext_scale.utils import config as configuration
 from lipnext_scale.watch import BLOCKS, main, sparkline
 
@@ -45,9 +43,9 @@ def append(directory: Path, *records: dict) -> None:
         file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
-def logged(step: int, loss: float = 1.0, seconds: float = 10.0) -> dict:
+def logged(step: int, loss: float = 1.0) -> dict:
     values = {"train/loss": loss, "train/accuracy": 0.5, "train/epoch": step / 14}
-    return {"step": step, "seconds": seconds * step, "images_per_second": 40.0, **values}
+    return {"step": step, "seconds": 10.0 * step, "images_per_second": 10.0, **values}
 
 
 def once(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -64,11 +62,11 @@ def test_a_run_at_its_end(trained, capsys):
 
 
 def test_runs_under_way(tmp_path, capsys, monkeypatch):
-    """Ten seconds a step, 20 steps to go, also by the clock of a process that continued; a torn
-    line is left out; no line is wider than the terminal; a long silence is shown."""
+    """Batches of 100 at 10 images a second, 20 steps to go; a torn line is left out; no line is
+    wider than the terminal; a long silence is shown."""
     monkeypatch.setenv("COLUMNS", "70")
     one = started_run(tmp_path / "one", *(logged(step) for step in (2, 4, 6, 8)))
-    other = started_run(tmp_path / "other", logged(2, seconds=99), logged(4), logged(8))
+    other = started_run(tmp_path / "other", logged(2), logged(4), logged(8))
     with (other / "metrics.jsonl").open("a") as file:
         file.write('{"step": 10, "train/lo')
     text = once(capsys, one, other)
@@ -162,6 +160,6 @@ def test_the_summary_is_drawn_at_the_end_and_when_asked_for(trained, tmp_path, c
     with pytest.raises(SystemExit):
         main([str(trained), "--picture", str(tmp_path / "no" / "asked.png")])
     assert "--picture" in capsys.readouterr().err
-    lines: list[str] = []
-    draw_summary_or_say(RunDirectory(trained), tmp_path / "no" / "summary.png", lines.append)
-    assert len(lines) == 1 and "the summary was not drawn" in lines[0]
+    (tmp_path / "run" / "summary.png.partial").mkdir(parents=True)
+    run(tmp_path / "run", "run.summary=true", "run.max_steps=1")
+    assert "summary.png: the summary was not drawn: IsADirectoryError" in capsys.readouterr().out

@@ -127,14 +127,14 @@ def test_evaluation_counts_with_the_slow_weights(tmp_path):
         right += top == label
         certified += top == label and radius >= 0.215
     assert 0 < certified < right
-    scores = trainer.evaluate()
+    scores = trainer.observer.evaluation.of_test_set()
     assert scores["test/clean_accuracy"] == pytest.approx(right / 360)
     assert scores["test/nominal_cra"] == pytest.approx(certified / 360)
     # Two steps into the first Lookahead period the slow weights are still the initial ones.
     for batch, _ in zip(trainer.loader, range(2), strict=False):
         trainer.train_step(batch)
     fast = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    assert trainer.evaluate() == scores
+    assert trainer.observer.evaluation.of_test_set() == scores
     assert_same(dict(trainer.model.state_dict()), fast)
 
 

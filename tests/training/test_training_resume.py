@@ -94,10 +94,3 @@ def test_a_finished_run_is_left_alone(undisturbed, capsys):
     Trainer(small_recipe(undisturbed)).run()
     assert "nothing to do" in capsys.readouterr().out
     assert_same(final_state(undisturbed), before)
-
-
-def test_max_steps_does_not_change_the_schedule(undisturbed, tmp_path):
-    """The learning rates of a short run are the first ones of the long run."""
-    Trainer(small_recipe(tmp_path / "run", "run.max_steps=5")).run()
-    short = [record for record in _values(tmp_path / "run")]
-    assert short == [record for record in _values(undisturbed) if record["step"] <= 5]
