@@ -55,7 +55,9 @@ set_environment() {
   : "${TORCH_NCCL_DUMP_ON_TIMEOUT:=1}"
   # Weights that are gathered and freed, matrix by matrix, would leave holes in the GPU's memory.
   : "${PYTORCH_CUDA_ALLOC_CONF:=expandable_segments:True}"
-  # Processes that make batches and ranks share a node's cores; more threads each get in the way.
+  # Processes that make batches and ranks share a node's cores; more threads each get in the way. A
+  # step on the host (parallel.offload_optimizer) takes more by itself, if you have not chosen.
+  [[ -z ${OMP_NUM_THREADS:-} ]] || export LIPNEXT_OMP_CHOSEN=yes
   : "${OMP_NUM_THREADS:=1}"
   # After SIGTERM, the time that ranks have to save before torchrun kills them.
   : "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:=300}"

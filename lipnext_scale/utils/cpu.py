@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from collections.abc import Mapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST = 2**31 - 1
@@ -21,3 +22,14 @@ def keep_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, 1 << 30)
     mallopt(_M_TRIM_THRESHOLD, _LARGEST)
+
+
+def step_threads(own: int, of_node: int, ranks: int, environment: Mapping[str, str]) -> int | None:
+    """Threads for a step on the host; None: those that the user chose.
+
+    own, of_node: cores that this rank and that all `ranks` of its node may use.
+    Launchers set OMP_NUM_THREADS to 1 where nobody has; that the user did, launch/shared says.
+    """
+    if "LIPNEXT_OMP_CHOSEN" in environment or environment.get("OMP_NUM_THREADS", "1") != "1":
+        return None
+    return max(1, min(own, of_node // ranks))
