@@ -23,6 +23,34 @@ choose_python() {
     fail "LIPNEXT_PYTHON = $LIPNEXT_PYTHON: no such program on $(uname -n); set it, or LIPNEXT_VENV"
 }
 
+# --- GPUs --------------------------------------------------------------------------------------
+# Those that CUDA will see. nvidia-smi lists all of the machine; its errors go to the same place.
+count_gpus() {
+  local gpus=0 listed visible
+  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    listed=,$CUDA_VISIBLE_DEVICES
+    listed=${listed%%,-1*} # where CUDA stops
+    IFS=, read -ra visible <<<"${listed#,}"
+    gpus=${#visible[@]}
+  elif command -v nvidia-smi >/dev/null; then
+    gpus=$(nvidia-smi --list-gpus | grep -c '^GPU ') || true
+  fi
+  echo "$gpus"
+}
+
+# Whether torchrun can bind each rank to the cores near its GPU: it fails without numactl, and where a
+# rank has no GPU or may use no core near it. So this task must have cores of every NUMA node.
+can_bind() {
+  local cores number allowed
+  (($(count_gpus) >= LIPNEXT_PROCS_PER_NODE)) && command -v numactl >/dev/null || return 1
+  allowed=" $(numactl --show | sed -n 's/^nodebind: *//p') "
+  [[ $allowed =~ [0-9] ]] || return 1
+  for cores in /sys/devices/system/node/node[0-9]*/cpulist; do
+    number=${cores%/cpulist}
+    [[ -z $(<"$cores") || $allowed == *" ${number##*/node} "* ]] || return 1
+  done
+}
+
 # A path of the repository if it is not a whole one; bash would look for a bare name in PATH.
 require_site() {
   [[ $LIPNEXT_SITE == /* ]] || LIPNEXT_SITE=$LIPNEXT_ROOT/$LIPNEXT_SITE

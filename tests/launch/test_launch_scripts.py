@@ -130,12 +130,44 @@ def test_a_process_for_each_gpu(
     """That CUDA will see; without any, one on the CPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     lines = "".join(f"echo '{line}'\n" for line in listed)
-    for name, text in (("nvidia-smi", lines), ("python", 'echo "$@"\n')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
-        (tmp_path / name).chmod(0o755)
+    write_programs(tmp_path, {"nvidia-smi": lines, "python": 'echo "$@"\n'})
     variables = {"LIPNEXT_PROCS_PER_NODE": "", "LIPNEXT_PYTHON": f"{tmp_path}/python"}
     variables["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     if visible is not None:
         variables["CUDA_VISIBLE_DEVICES"] = visible
     done = launch("configs/digits.yaml", **variables)
     assert f" --nproc-per-node {processes} " in done.stdout, done
+
+
+def write_programs(directory: Path, programs: dict[str, str]) -> None:
+    for name, text in programs.items():
+        (directory / name).write_text(f"#!/bin/sh\n{text}")
+        (directory / name).chmod(0o755)
+
+
+NODES = " ".join(
+    path.name.removeprefix("node") for path in Path("/sys/devices/system/node").glob("node[0-9]*")
+)
+
+
+@pytest.mark.parametrize(
+    "gpus, near, chosen, mode",
+    [
+        (2, NODES, "", "node"),
+        (1, NODES, "", None),  # for two processes
+        (2, "77", "", None),  # no core near the GPUs
+        (2, NODES, "none", None),
+        (0, "77", "socket", "socket"),
+    ],
+)
+def test_ranks_are_bound_near_their_gpus(
+    gpus: int, near: str, chosen: str, mode: str | None, tmp_path: Path
+) -> None:
+    """Where that can be done, or as the user says."""
+    programs = {"python": 'echo "$@"\n', "numactl": f"echo 'nodebind: {near} '\n"}
+    write_programs(tmp_path, programs)
+    visible = ",".join(map(str, range(gpus)))
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": visible}
+    python = str(tmp_path / "python")
+    done = launch("configs/digits.yaml", LIPNEXT_PYTHON=python, LIPNEXT_NUMA=chosen, **variables)
+    assert (f" --numa-binding {mode} " in done.stdout) if mode else "numa" not in done.stdout, done
