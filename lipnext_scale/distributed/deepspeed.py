@@ -300,9 +300,10 @@ class DeepSpeedEngine(Engine):
     def _join(self, deepspeed: ModuleType) -> None:
         """Make DeepSpeed use torch's process group; it would think itself alone otherwise."""
         os.environ.setdefault("LOCAL_RANK", str(self.processes.local_rank))  # it requires one
-        # Its all-reduce in shared memory, for inference, would be compiled first: that takes
-        # minutes, and leaves a lock behind if a process is killed meanwhile.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # None of its compiled operations is used. Looking for those that would compile here runs
+        # compilers, and prints a warning for each on a machine without nvcc; and its all-reduce in
+        # shared memory would be compiled, for minutes, with a lock that a killed process leaves.
+        deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed(
             auto_mpi_discovery=False, dist_init_required=False, verbose=False
         )
