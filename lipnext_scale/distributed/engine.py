@@ -1,6 +1,6 @@
 """Engines: how a model is placed on processes, differentiated, clipped, saved and loaded."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -142,12 +142,18 @@ def checksums(shards: StateShards) -> dict[str, int]:
 
     It is the sum of the bits as int32, for shards of float32, as all of ours are.
     """
-    with_data = {name: shard for name, shard in shards.items() if shard.tensor.numel()}
-    sums = [shard.tensor.view(torch.int32).sum(dtype=torch.int64) for shard in with_data.values()]
+    tensors = by_offset(shards)
+    sums = [tensor.view(torch.int32).sum(dtype=torch.int64) for tensor in tensors.values()]
     values = torch.stack(sums).tolist() if sums else []
+    return dict(zip(tensors, values, strict=True))
+
+
+def by_offset(shards: StateShards) -> dict[str, Tensor]:
+    """The tensors that are not empty, by name and offset: the same for replicas alone."""
     return {
-        f"{name} from {shard.offset}": value
-        for (name, shard), value in zip(with_data.items(), values, strict=True)
+        f"{name} from {shard.offset}": shard.tensor
+        for name, shard in shards.items()
+        if shard.tensor.numel()
     }
 
 
@@ -226,7 +232,12 @@ class Engine:
 
     def replicas(self) -> int:
         """How many ranks hold the same numbers of the model."""
-        return 1
+        group = self.replicate_group()
+        return 1 if group is None else group.size()
+
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same numbers as this one; None: it is alone."""
+        return None
 
     # A step
 
@@ -303,6 +314,17 @@ class Engine:
         if optimizers is not None:
             optimizers.manifold.state_loaded()
 
+    @torch.no_grad()
+    def equalise_replicas(
+        self, names: Container[str], shards: StateShards, optimizers: Optimizers
+    ) -> None:
+        """Give all replicas the first one's numbers of these shards, named as in `checksums`."""
+        for name, tensor in by_offset(shards).items():
+            if name in names:
+                dist.broadcast(tensor, group=self.replicate_group(), group_src=0)
+        self.weights_changed()
+        self.state_loaded(shards, optimizers)
+
     def whole_matrices(self, optimizers: Optimizers) -> StateShards:
         """Matrices that this rank holds whole, with their optimizer state. Local."""
         return {
@@ -372,8 +394,8 @@ class DDPEngine(Engine):
         if self.shared is not None:
             self.shared.share_weights()
 
-    def replicas(self) -> int:
-        return self.processes.world_size
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         dist.all_reduce(value)

@@ -76,8 +76,8 @@ class FSDPEngine(Engine):
         mesh = f"{self.replicas()} × {self.mesh[SHARD].size()}"
         return f"{self.name} {mesh}, {layout}, {self.config.precision}"
 
-    def replicas(self) -> int:
-        return self.mesh[REPLICATE].size()
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        return self.mesh[REPLICATE].get_group()
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
         self.seed = seed
@@ -86,8 +86,7 @@ class FSDPEngine(Engine):
         initialise_shards(self.model, seed)
         if self.replicas() > 1:  # equal but for rounding on unlike devices: make them equal
             for parameter in self.model.parameters():
-                group = self.mesh[REPLICATE].get_group()
-                dist.broadcast(local_part(parameter), group=group, group_src=0)
+                dist.broadcast(local_part(parameter), group=self.replicate_group(), group_src=0)
         return self.model
 
     def place(self, config: LipNeXtConfig) -> LipNeXt:

@@ -193,7 +193,7 @@ class Trainer:
     def _after_step(self, values: dict[str, float | Tensor]) -> None:
         beat()
         self.checkpointer.warn_of_failure()
-        values |= self.non_finite.metrics()
+        values |= self.non_finite.metrics() | self.checkpointer.metrics()
         if self.observer.prints_after(self.step):
             values |= self._count_bad_samples()
         self.observer.after_step(self.step, values)
