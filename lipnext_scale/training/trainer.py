@@ -240,7 +240,7 @@ class Trainer:
             self._note_signal(int(request))
             updated = self._is_finite(loss, norm)
             if updated:
-                self._update(clip)
+                self._update(clip, torch.ones((), dtype=torch.bool))
         else:  # the host does not wait for the device
             usable, updated = torch.isfinite(loss + norm), True
             self._unread.append(torch.stack([request, usable.to(request)]))
