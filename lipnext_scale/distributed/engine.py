@@ -1,6 +1,6 @@
 """Engines: how a model is placed on processes, differentiated, clipped, saved and loaded."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lipnext_scale.checkpoint import StateShard, StateShards
 from lipnext_scale.distributed.config import ParallelConfig, choose_group_size
 from lipnext_scale.distributed.processes import Processes
-from lipnext_scale.distributed.replicas import SharedManifoldAdam, reduce_to_share_
+from lipnext_scale.distributed.replicas import SharedManifoldAdam, begin_reduction
 from lipnext_scale.distributed.rows import RowManifoldAdam, row_range
 from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
 from lipnext_scale.models.lipnext import NamedPart, named_parts
@@ -344,6 +344,7 @@ class DDPEngine(Engine):
     shared: SharedManifoldAdam | None = None
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
+        self._reductions: list[Callable[[], None]] = []
         model = super().build(config, seed)
         if self.config.share_step and self.replicas() > 1:
             self._share_banks(model)
@@ -363,19 +364,22 @@ class DDPEngine(Engine):
         )
         for bank in banks:
             dist.broadcast(bank.detach(), src=0)  # as DDP does with all others
-            bank.register_post_accumulate_grad_hook(self._reduce)
+            bank.register_post_accumulate_grad_hook(self._begin_reduction)
+
+    def _begin_reduction(self, bank: Tensor) -> None:
+        """Of a gradient that is complete, while the backward pass goes on."""
+        assert bank.grad is not None
+        if self.network.require_backward_grad_sync:
+            dtype = DTYPES[self.config.reduce_precision]
+            self._reductions.append(begin_reduction(bank.grad, self.share_group, dtype))
 
     @torch.no_grad()
-    def _reduce(self, bank: Tensor) -> None:
-        assert bank.grad is not None
-        if not self.network.require_backward_grad_sync:
-            return
-        if self.config.reduce_precision == "fp32":
-            reduce_to_share_(bank.grad, self.share_group)
-        else:
-            halves = bank.grad.bfloat16()
-            reduce_to_share_(halves, self.share_group)
-            bank.grad.copy_(halves)
+    def backward(self, loss: Tensor) -> None:
+        with torch.enable_grad():
+            super().backward(loss)
+        for complete in self._reductions:
+            complete()
+        self._reductions.clear()
 
     def manifold_optimizer(
         self, named: list[tuple[str, nn.Parameter]], **arguments: Any

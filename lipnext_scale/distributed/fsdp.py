@@ -25,7 +25,7 @@ from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.distributed.config import ParallelConfig
 from lipnext_scale.distributed.engine import DTYPES, Engine, Owners, local_range
 from lipnext_scale.distributed.processes import Processes
-from lipnext_scale.distributed.replicas import SharedManifoldAdam, reduce_to_share_
+from lipnext_scale.distributed.replicas import SharedManifoldAdam, begin_reduction
 from lipnext_scale.distributed.rows import RowManifoldAdam
 from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, Optimizers, local_part
@@ -124,7 +124,7 @@ class FSDPEngine(Engine):
             bank, shards = unit.bank, self.mesh[SHARD].size()
             entries, numbers = local_part(bank).shape[0], math.prod(bank.shape[1:])
             shape = (entries, *bank.shape[1:])
-            reduce_to_share_(flat[: entries * numbers].view(shape), group)
+            begin_reduction(flat[: entries * numbers].view(shape), group, flat.dtype)()
             rest = flat[-(-bank.shape[0] // shards) * numbers :]  # behind FSDP's padding
         dist.all_reduce(rest, group=group)
         rest.div_(self.replicas())

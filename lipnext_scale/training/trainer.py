@@ -26,6 +26,9 @@ from lipnext_scale.utils.errors import RunFailed, Stopped
 from lipnext_scale.utils.files import os_error_in_words
 from lipnext_scale.utils.progress import beat
 
+# Steps after which the host reads at the latest what happened on a GPU: a signal must not wait long.
+READ_EVERY = 100
+
 
 class Trainer:
     """A run: built from a recipe, continued from its newest checkpoint, trained to the end.
@@ -281,7 +284,8 @@ class Trainer:
     def _is_read_after(self, step: int) -> bool:
         """Whether the host needs to know after this step what happened on the device."""
         every = self.recipe.run.checkpoint_every
-        return self.observer.prints_after(step) or bool(every and step % every == 0)
+        due = step % READ_EVERY == 0 or bool(every and step % every == 0)
+        return due or self.observer.prints_after(step)
 
     def _read_steps(self) -> None:
         """Signals and skipped updates of the steps since the last call, in one transfer."""
