@@ -26,7 +26,7 @@ from lipnext_scale.utils.errors import RunFailed, Stopped
 from lipnext_scale.utils.files import os_error_in_words
 from lipnext_scale.utils.progress import beat
 
-# Steps after which the host reads at the latest what happened on a GPU: a signal must not wait long.
+# Steps after which the host reads at the latest what happened on a GPU: signals must not wait.
 READ_EVERY = 100
 
 
