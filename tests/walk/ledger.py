@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lipnext_scale
+from lipnext_scale.manifold import kernels
 
 PACKAGE = str(Path(lipnext_scale.__file__).parent) + "/"
 BLOCKS = "models/fused.py"  # what blocks do passes through it, forward and backward
@@ -263,9 +264,8 @@ def _precision(operand: Tensor) -> str:
 def _traffic(func: Any, named: dict[str, Any], made: list[Tensor]) -> tuple[int, int]:
     """(bytes read, bytes written); an argument that is changed in place is both."""
     name = func._schema.name.split("::")[1]
-    if name == "all_gather_copy_in":  # FSDP's: into its part of a buffer, which is not read
-        moved = sum(map(_size, _tensors(named["all_gather_inputs"])))
-        return moved, moved
+    if name in PARTS:
+        return PARTS[name](named, made)
     read, written, changes = 0, 0, False
     shape_only = name.endswith("_like") or name.startswith("new_")
     for argument in func._schema.arguments:
@@ -281,6 +281,48 @@ def _traffic(func: Any, named: dict[str, Any], made: list[Tensor]) -> tuple[int,
     if not changes or not func._schema.name.startswith("aten::"):
         written += sum(_size(t) for t in made if not any(t is s for s in _changed(func, named)))
     return read, written
+
+
+# Operators that touch a part of their arguments, or only write one: (bytes read, bytes written).
+
+
+def _all_gather_copy_in(named: dict[str, Any], made: list[Tensor]) -> tuple[int, int]:
+    """FSDP's: into its part of a buffer, which is not read."""
+    moved = sum(map(_size, _tensors(named["all_gather_inputs"])))
+    return moved, moved
+
+
+def _shift(named: dict[str, Any], made: list[Tensor]) -> tuple[int, int]:
+    """The last 4·part channels move, in place."""
+    moved = _size(named["x"]) * 4 * named["part"] // named["x"].shape[-1]
+    return moved, moved
+
+
+def _activate_backward(named: dict[str, Any], made: list[Tensor]) -> tuple[int, int]:
+    """What it writes it does not read, unless that is the gradient itself."""
+    written = _tensors([named["out"], named["bias_parts"], named["pos_parts"]])
+    return _size(named["grad"]) + _size(named["signs"]), sum(map(_size, written))
+
+
+def _moments(named: dict[str, Any], made: list[Tensor]) -> tuple[int, int]:
+    """P is read whole, the state by its upper tiles; all of it is written."""
+    state = _tensors([named["exp_avg"], named["exp_avg_sq"], named["buffer"]])
+    return _size(named["product"]) + sum(map(_upper, state)), sum(map(_size, state + made))
+
+
+def _upper(stack: Tensor) -> int:
+    """Bytes of the tiles on and above the diagonals of a stack [k, d, d]."""
+    d, tile = stack.shape[-1], kernels.TILE
+    entries = sum(min(tile, d - i) * (d - i) for i in range(0, d, tile))
+    return len(stack) * entries * stack.element_size()
+
+
+PARTS = {
+    "all_gather_copy_in": _all_gather_copy_in,
+    "shift": _shift,
+    "activate_backward": _activate_backward,
+    "moments_": _moments,
+}
 
 
 def _changed(func: Any, named: dict[str, Any]) -> list[Tensor]:

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lipnext_scale.checkpoint import CheckpointWriter
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import Batch, TestBatch
-from lipnext_scale.distributed import DDPEngine, Engine, FSDPEngine, build_engine
+from lipnext_scale.distributed import DDPEngine, Engine, build_engine
 from lipnext_scale.distributed.engine import checksums
 from lipnext_scale.distributed.processes import fake_group
 from lipnext_scale.observe import Observer
@@ -142,8 +142,7 @@ def take(what: str, trainer: DatalessTrainer, ledger: Ledger) -> None:
         shards = trainer.engine.state_shards(trainer.optimizers)
         checksums(shards)
         writer = CheckpointWriter(Path("nowhere"), keep_last=1)
-        writer._ours = set(shards)
-        writer._stage(shards)
+        writer._stage(shards, set(shards))
     else:
         trainer.train_step(trainer.batch(last_of_epoch=what == "retraction"))
 
@@ -185,6 +184,13 @@ def install(ledger: Ledger) -> None:
         _foreach_supported_types.append(FakeTensor)  # else NAdam goes tensor by tensor
 
 
+def moved_entries(trainer: DatalessTrainer) -> int:
+    """Numbers in the matrices that this rank moves: those it has a first moment of."""
+    manifold: Any = trainer.optimizers.manifold
+    manifold = getattr(manifold, "_inner", manifold)  # where ranks share the step
+    return sum(state["exp_avg"].numel() for state in manifold.state.values())
+
+
 def run(walk: Walk) -> tuple[Ledger, dict[str, Any]]:
     recipe = load_recipe(str(CONFIGS / f"{walk.config}.yaml"), walk.settings)
     recipe.require_batch_for(walk.ranks)
@@ -202,10 +208,8 @@ def run(walk: Walk) -> tuple[Ledger, dict[str, Any]]:
             ledger.rows.clear()
             with ledger.during("step"):
                 take(walk.what, trainer, ledger)
-        shards = engine.mesh["shard"].size() if isinstance(engine, FSDPEngine) else 1
-        described = engine.describe()
+        entries, described = moved_entries(trainer), engine.describe()
     model = recipe.model
-    entries = model.bank_parameters // shards
     found = figures(ledger.rows, model.width, model.depth, recipe.data.batch_size, entries)
     return ledger, {"engine": described, **found}
 
