@@ -1,7 +1,8 @@
 """Engines: how a model is placed on processes, differentiated, clipped, saved and loaded."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lipnext_scale.checkpoint import StateShard, StateShards
 from lipnext_scale.distributed.config import ParallelConfig, choose_group_size
 from lipnext_scale.distributed.processes import Processes
-from lipnext_scale.distributed.replicas import SharedManifoldAdam, reduce_to_share_
+from lipnext_scale.distributed.replicas import SharedManifoldAdam, bank_sharings, reduce_to_shares
 from lipnext_scale.distributed.rows import RowManifoldAdam, row_range
 from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
 from lipnext_scale.models.lipnext import NamedPart, named_parts
@@ -228,6 +229,16 @@ class Engine:
         """How many ranks hold the same numbers of the model."""
         return 1
 
+    @property
+    def replica(self) -> int:
+        """Which of them this rank is."""
+        return 0
+
+    @property
+    def shares_step(self) -> bool:
+        """Whether each of them steps a share of the matrices only."""
+        return False
+
     # A step
 
     def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
@@ -256,7 +267,8 @@ class Engine:
         named = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
         gradients = [(local_part(g), replicas) for name, g in named if name not in shared]
         if isinstance(owned, SharedManifoldAdam):
-            gradients += [(owned.share(g), 1) for name, g in named if name in shared]
+            of_banks = [owned.share(name, g) for name, g in named if name in shared]
+            gradients += [(gradient, 1) for runs in of_banks for gradient in runs]
         return gradients
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor, int]]:
@@ -323,7 +335,7 @@ class DDPEngine(Engine):
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
         model = super().build(config, seed)
-        if self.config.share_step and self.replicas() > 1:
+        if self.shares_step:
             self._share_banks(model)
         self.network = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if self.config.reduce_precision == "bf16":
@@ -334,34 +346,44 @@ class DDPEngine(Engine):
         """Keep the banks from DDP: their gradients go to the ranks that step them, each as soon as
         it is complete. The groups of DDP's own collectives and of these must not mix."""
         self.share_group = dist.new_group(timeout=self.processes.timeout)
-        names = {id(p): name for name, p in model.named_parameters()}
-        banks = [p for group in model.block_groups() for p in group.orthogonal_parameters()]
+        self._sharings = bank_sharings(model, self.replicas())
+        self._reducing: list[tuple[Tensor, Tensor, Callable[[], None]]] = []
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            model, [names[id(bank)] for bank in banks]
+            model, list(self._sharings)
         )
-        for bank in banks:
+        for name in self._sharings:
+            bank = model.get_parameter(name)
             dist.broadcast(bank.detach(), src=0)  # as DDP does with all others
-            bank.register_post_accumulate_grad_hook(self._reduce)
+            if bank.requires_grad:
+                bank.register_post_accumulate_grad_hook(partial(self._reduce, name))
 
     @torch.no_grad()
-    def _reduce(self, bank: Tensor) -> None:
+    def _reduce(self, name: str, bank: Tensor) -> None:
         assert bank.grad is not None
         if not self.network.require_backward_grad_sync:
             return
-        if self.config.reduce_precision == "fp32":
-            reduce_to_share_(bank.grad, self.share_group)
-        else:
-            halves = bank.grad.bfloat16()
-            reduce_to_share_(halves, self.share_group)
-            bank.grad.copy_(halves)
+        halves = self.config.reduce_precision == "bf16"
+        summed = bank.grad.bfloat16() if halves else bank.grad
+        finish = reduce_to_shares(summed, self._sharings[name], self.share_group)
+        self._reducing.append((bank.grad, summed, finish))
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        if not self.shares_step:
+            return
+        for gradient, summed, finish in self._reducing:
+            finish()
+            if summed is not gradient:
+                gradient.copy_(summed)
+        self._reducing.clear()
 
     def manifold_optimizer(
         self, named: list[tuple[str, nn.Parameter]], **arguments: Any
     ) -> ManifoldOptimizer:
-        if not self.config.share_step or self.replicas() == 1:
+        if not self.shares_step:
             return super().manifold_optimizer(named, **arguments)
         wire = DTYPES[self.config.precision]
-        self.shared = SharedManifoldAdam(named, self.share_group, wire, **arguments)
+        self.shared = SharedManifoldAdam(named, self._sharings, self.share_group, wire, **arguments)
         return self.shared
 
     def owned_matrices(self) -> Owners | None:
@@ -374,6 +396,14 @@ class DDPEngine(Engine):
 
     def replicas(self) -> int:
         return self.processes.world_size
+
+    @property
+    def replica(self) -> int:
+        return self.processes.rank
+
+    @property
+    def shares_step(self) -> bool:
+        return self.config.share_step and self.replicas() > 1
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         dist.all_reduce(value)
