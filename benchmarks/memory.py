@@ -31,14 +31,9 @@ def training_memory(engine: Engine, optimizers: Optimizers) -> Memory:
     The owners' matrices of the row layout count as optimizer state: the model has rows beside them.
     DeepSpeed frees gradients in its step, so that none are left to count.
     """
-    owned = engine.owned_matrices()
-    states: list[Mapping[Any, Any]] = [optimizers.euclidean.state]
-    if owned is None:
-        states.append(optimizers.manifold.state)  # type: ignore[attr-defined]
-    else:
-        states += [
-            {"matrix": matrix, **owned.state_of(name)} for name, matrix in owned.owned.items()
-        ]
+    manifold = optimizers.manifold
+    stepped = {"matrices": [group["params"] for group in manifold.param_groups]}
+    states: list[Mapping[Any, Any]] = [optimizers.euclidean.state, manifold.state, stepped]
     return memory_per_rank(engine.held_weights(), states)
 
 

@@ -9,9 +9,8 @@ memory.
 
 from lipnext_scale.checks import size
 from lipnext_scale.config.recipe import Recipe, load_recipe
-from lipnext_scale.distributed import FSDPEngine, build_engine
+from lipnext_scale.distributed import build_engine
 from lipnext_scale.distributed.estimate import RankEstimate, estimate
-from lipnext_scale.distributed.fsdp import SHARD
 from lipnext_scale.distributed.processes import fake_group
 from lipnext_scale.utils.config import ConfigError
 from lipnext_scale.utils.errors import ArgumentParser, command, positive
@@ -50,20 +49,18 @@ def main(argv: list[str] | None = None) -> None:
 
 def plan(recipe: Recipe, ranks: int, per_node: int) -> tuple[str, list[RankEstimate]]:
     """The engine in effect, and what every rank holds and sends."""
-    described, estimates, distinct = "", [], 1
-    for rank in range(ranks):
-        if rank < distinct:
-            with fake_group(rank, ranks):
-                engine = build_engine(recipe.parallel, "cpu", per_node)
-                model = engine.place(recipe.model)
-                estimates.append(estimate(engine, model, recipe.optim))
-                if rank == 0:
-                    described = engine.describe()
-                    if isinstance(engine, FSDPEngine):
-                        distinct = engine.mesh[SHARD].size()
-        else:  # as its fellow in the first replica
-            estimates.append(estimates[rank % distinct])
-    return described, estimates
+    described, shards, shard = "", 1, 0
+    estimates: dict[int, RankEstimate] = {}
+    while shard < shards:
+        with fake_group(shard, ranks):
+            engine = build_engine(recipe.parallel, "cpu", per_node)
+            model, replicas = engine.place(recipe.model), engine.replicas()
+            described, shards = engine.describe(), ranks // replicas
+            for replica in range(replicas):  # its fellows, with other shares of the step
+                rank = replica * shards + shard
+                estimates[rank] = estimate(engine, model, recipe.optim, replica)
+        shard += 1
+    return described, [estimates[rank] for rank in range(ranks)]
 
 
 def _table(estimates: list[RankEstimate], names: tuple[str, ...], title: str) -> str:

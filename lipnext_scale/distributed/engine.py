@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lipnext_scale.checkpoint import StateShard, StateShards
 from lipnext_scale.distributed.config import ParallelConfig, choose_group_size
 from lipnext_scale.distributed.processes import Processes
-from lipnext_scale.distributed.replicas import SharedManifoldAdam, begin_reduction
+from lipnext_scale.distributed.replicas import SharedManifoldAdam, bank_sharings, reduce_to_shares
 from lipnext_scale.distributed.rows import RowManifoldAdam, row_range
 from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
 from lipnext_scale.models.lipnext import NamedPart, named_parts
@@ -239,6 +240,16 @@ class Engine:
         """The ranks that hold the same numbers as this one; None: it is alone."""
         return None
 
+    @property
+    def replica(self) -> int:
+        """Which of them this rank is."""
+        return 0
+
+    @property
+    def shares_step(self) -> bool:
+        """Whether each of them steps a share of the matrices only."""
+        return False
+
     # A step
 
     def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
@@ -267,7 +278,8 @@ class Engine:
         named = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
         gradients = [(local_part(g), replicas) for name, g in named if name not in shared]
         if isinstance(owned, SharedManifoldAdam):
-            gradients += [(owned.share(g), 1) for name, g in named if name in shared]
+            of_banks = [owned.share(name, g) for name, g in named if name in shared]
+            gradients += [(gradient, 1) for runs in of_banks for gradient in runs]
         return gradients
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor, int]]:
@@ -344,9 +356,8 @@ class DDPEngine(Engine):
     shared: SharedManifoldAdam | None = None
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
-        self._reductions: list[Callable[[], None]] = []
         model = super().build(config, seed)
-        if self.config.share_step and self.replicas() > 1:
+        if self.shares_step:
             self._share_banks(model)
         self.network = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if self.config.reduce_precision == "bf16":
@@ -357,37 +368,44 @@ class DDPEngine(Engine):
         """Keep the banks from DDP: their gradients go to the ranks that step them, each as soon as
         it is complete. The groups of DDP's own collectives and of these must not mix."""
         self.share_group = dist.new_group(timeout=self.processes.timeout)
-        names = {id(p): name for name, p in model.named_parameters()}
-        banks = [p for group in model.block_groups() for p in group.orthogonal_parameters()]
+        self._sharings = bank_sharings(model, self.replicas())
+        self._reducing: list[tuple[Tensor, Tensor, Callable[[], None]]] = []
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            model, [names[id(bank)] for bank in banks]
+            model, list(self._sharings)
         )
-        for bank in banks:
+        for name in self._sharings:
+            bank = model.get_parameter(name)
             dist.broadcast(bank.detach(), src=0)  # as DDP does with all others
-            bank.register_post_accumulate_grad_hook(self._begin_reduction)
-
-    def _begin_reduction(self, bank: Tensor) -> None:
-        """Of a gradient that is complete, while the backward pass goes on."""
-        assert bank.grad is not None
-        if self.network.require_backward_grad_sync:
-            dtype = DTYPES[self.config.reduce_precision]
-            self._reductions.append(begin_reduction(bank.grad, self.share_group, dtype))
+            if bank.requires_grad:
+                bank.register_post_accumulate_grad_hook(partial(self._reduce, name))
 
     @torch.no_grad()
+    def _reduce(self, name: str, bank: Tensor) -> None:
+        assert bank.grad is not None
+        if not self.network.require_backward_grad_sync:
+            return
+        halves = self.config.reduce_precision == "bf16"
+        summed = bank.grad.bfloat16() if halves else bank.grad
+        finish = reduce_to_shares(summed, self._sharings[name], self.share_group)
+        self._reducing.append((bank.grad, summed, finish))
+
     def backward(self, loss: Tensor) -> None:
-        with torch.enable_grad():
-            super().backward(loss)
-        for complete in self._reductions:
-            complete()
-        self._reductions.clear()
+        super().backward(loss)
+        if not self.shares_step:
+            return
+        for gradient, summed, finish in self._reducing:
+            finish()
+            if summed is not gradient:
+                gradient.copy_(summed)
+        self._reducing.clear()
 
     def manifold_optimizer(
         self, named: list[tuple[str, nn.Parameter]], **arguments: Any
     ) -> ManifoldOptimizer:
-        if not self.config.share_step or self.replicas() == 1:
+        if not self.shares_step:
             return super().manifold_optimizer(named, **arguments)
         wire = DTYPES[self.config.precision]
-        self.shared = SharedManifoldAdam(named, self.share_group, wire, **arguments)
+        self.shared = SharedManifoldAdam(named, self._sharings, self.share_group, wire, **arguments)
         return self.shared
 
     def owned_matrices(self) -> Owners | None:
@@ -400,6 +418,14 @@ class DDPEngine(Engine):
 
     def replicate_group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD
+
+    @property
+    def replica(self) -> int:
+        return self.processes.rank
+
+    @property
+    def shares_step(self) -> bool:
+        return self.config.share_step and self.replicas() > 1
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         dist.all_reduce(value)

@@ -13,8 +13,9 @@ from lipnext_scale.distributed.config import ParallelConfig
 from lipnext_scale.distributed.engine import Engine
 from lipnext_scale.distributed.fsdp import REPLICATE, SHARD, FSDPEngine
 from lipnext_scale.distributed.processes import fake_group
+from lipnext_scale.distributed.replicas import bank_sharings
 from lipnext_scale.distributed.rows import SLOTS, place_units, row_range
-from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import OptimConfig, local_part, split_parameters
 
 FP32 = 4
@@ -34,8 +35,8 @@ class RankEstimate:
     optimizer: int
     gathered: int = 0  # whole weights (and gradients, if summed last) that are there at one time
     buffers: int = 0  # the row layout's, for exchanges with the owners
-    all_gather: int = 0
-    reduce_scatter: int = 0
+    all_gather: int = 0  # and broadcasts
+    reduce_scatter: int = 0  # and reductions to one rank
     all_reduce: int = 0
     all_to_all: int = 0
 
@@ -48,28 +49,41 @@ class RankEstimate:
         return self.all_gather + self.reduce_scatter + self.all_reduce + self.all_to_all
 
 
-def estimate(engine: Engine, model: LipNeXt, optim: OptimConfig) -> RankEstimate:
-    """Of this rank, for a model from `engine.place`. All gradients are taken to be there."""
+def estimate(
+    engine: Engine, model: LipNeXt, optim: OptimConfig, replica: int | None = None
+) -> RankEstimate:
+    """Of this rank, for a model from `engine.place`. All gradients are taken to be there.
+
+    replica: of a rank that holds the same part of the model, but may have another share.
+    """
     orthogonal, euclidean = split_parameters(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    own, slow = _local_numbers([p for _, p in orthogonal]), bool(optim.lookahead)
+    banks, slow = [p for _, p in orthogonal], bool(optim.lookahead)
+    own = stepped = _local_numbers(banks)
+    counted = len(orthogonal) + len(euclidean)
+    if engine.shares_step:
+        sharings = bank_sharings(model, engine.replicas())
+        replica = engine.replica if replica is None else replica
+        runs = [(p, run) for name, p in orthogonal for run in sharings[name].share(replica)]
+        stepped = sum(local_part(p)[run].numel() for p, run in runs)
+        counted = len(runs) + len(euclidean)
     # Moments, and with Lookahead the buffer and the slow weights.
-    state, counted = own * (2 + 2 * slow), len(orthogonal) + len(euclidean)
+    state = stepped * (2 + 2 * slow)
     in_unit = 2 if optim.parametrisation == "product" else 1
     shards, beside = 1, {}
     if isinstance(engine, FSDPEngine):
         shards = engine.mesh[SHARD].size()
         beside = {"gathered": _gathered_bytes(model, engine), **_fsdp_bytes(model, engine)}
         if engine.config.weight_layout == "row":  # at the owner, with X itself
-            owned, buffers, sent = _row_layout(engine, [p for _, p in orthogonal], in_unit)
-            own = sum(side**2 for side in owned)
+            owned, buffers, sent = _row_layout(engine, banks, in_unit)
+            own = stepped = sum(side**2 for side in owned)
             state = own * (3 + 2 * slow)
             counted = len(owned) // in_unit + len(euclidean)
             beside |= {"buffers": buffers, "all_to_all": sent}
     elif engine.name == "ddp":
-        beside = {"all_reduce": _ddp_bytes(trainable, engine)}
+        beside = _ddp_bytes(trainable, banks, engine)
     if in_unit == 2:  # M
-        state += own // 2
+        state += stepped // 2
     state += _local_numbers([p for _, p in euclidean]) * (2 + slow)
     return RankEstimate(
         matrices=own / model.config.width**2,
@@ -120,6 +134,11 @@ def _fsdp_bytes(model: LipNeXt, engine: FSDPEngine) -> dict[str, int]:
         moving = _padded_numbers(unit, shards, trainable=True)
         total["all_gather"] += gathers * (shards - 1) * compute * _padded_numbers(unit, shards)
         total["reduce_scatter"] += reductions * (shards - 1) * reduce * moving
+        if engine.shares_step and isinstance(unit, BlockGroup) and unit.bank.requires_grad:
+            bank = _local_numbers([unit.bank])
+            total["reduce_scatter"] += (replicas - 1) * reduce * bank // replicas
+            total["all_gather"] += (replicas - 1) * compute * bank // replicas
+            moving -= _padded_part(unit.bank, shards)
         total["all_reduce"] += 2 * (replicas - 1) * reduce * moving // replicas
     return total
 
@@ -139,9 +158,19 @@ def _padded_part(parameter: nn.Parameter, shards: int) -> int:
     return -(-rows // shards) * (parameter.numel() // rows)
 
 
-def _ddp_bytes(parameters: list[nn.Parameter], engine: Engine) -> int:
-    ranks, width = engine.processes.world_size, WIDTHS[engine.config.reduce_precision]
-    return 2 * (ranks - 1) * width * sum(p.numel() for p in parameters) // ranks
+def _ddp_bytes(
+    parameters: list[nn.Parameter], banks: list[nn.Parameter], engine: Engine
+) -> dict[str, int]:
+    ranks, width = engine.replicas(), WIDTHS[engine.config.reduce_precision]
+    numbers, sent = _local_numbers(parameters), {}
+    if engine.shares_step:
+        shared, compute = _local_numbers(banks), WIDTHS[engine.config.precision]
+        numbers -= shared
+        sent = {
+            "reduce_scatter": (ranks - 1) * width * shared // ranks,
+            "all_gather": (ranks - 1) * compute * shared // ranks,
+        }
+    return {"all_reduce": 2 * (ranks - 1) * width * numbers // ranks, **sent}
 
 
 def _row_layout(
@@ -196,5 +225,6 @@ def estimate_of_rank(
 
 def state_bytes(model: LipNeXtConfig, optim: OptimConfig) -> int:
     """Weights and state of both optimizers: a checkpoint, which is the same for every engine."""
-    alone = estimate_of_rank(ParallelConfig(), model, optim, 1, 1)
+    one_of_w_and_m = replace(optim, parametrisation="merged")
+    alone = estimate_of_rank(ParallelConfig(), model, one_of_w_and_m, 1, 1)
     return alone.parameters + alone.optimizer

@@ -25,7 +25,12 @@ from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.distributed.config import ParallelConfig
 from lipnext_scale.distributed.engine import DTYPES, Engine, Owners, local_range
 from lipnext_scale.distributed.processes import Processes
-from lipnext_scale.distributed.replicas import SharedManifoldAdam, begin_reduction
+from lipnext_scale.distributed.replicas import (
+    SharedManifoldAdam,
+    Sharing,
+    bank_sharings,
+    reduce_to_shares,
+)
 from lipnext_scale.distributed.rows import RowManifoldAdam
 from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, Optimizers, local_part
@@ -70,6 +75,7 @@ class FSDPEngine(Engine):
         for axis in (REPLICATE, SHARD):
             processes.apply_timeout(self.mesh[axis].get_group())
         self.owner: RowManifoldAdam | SharedManifoldAdam | None = None
+        self._last_part = True  # of an accumulated batch
 
     def describe(self) -> str:
         layout = f"{self.config.weight_layout} layout"
@@ -78,6 +84,10 @@ class FSDPEngine(Engine):
 
     def replicate_group(self) -> dist.ProcessGroup | None:
         return self.mesh[REPLICATE].get_group()
+
+    @property
+    def replica(self) -> int:
+        return self.mesh[REPLICATE].get_local_rank()
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
         self.seed = seed
@@ -103,9 +113,10 @@ class FSDPEngine(Engine):
         fully_shard(model.head, mesh=mesh, reshard_after_forward=False)
         fully_shard(model, mesh=mesh)
         if self.shares_step:
-            for unit in (*groups, model.head):
+            sharings = bank_sharings(model, self.replicas()).values()
+            for unit, sharing in zip((*groups, model.head), (*sharings, None), strict=True):
                 assert isinstance(unit, FSDPModule)
-                unit.set_all_reduce_hook(partial(self._reduce_over_replicas, unit))
+                unit.set_all_reduce_hook(partial(self._reduce_over_replicas, unit, sharing))
         set_prefetch(groups, self.config.prefetch)
         return model
 
@@ -117,15 +128,25 @@ class FSDPEngine(Engine):
         )
 
     @torch.no_grad()
-    def _reduce_over_replicas(self, unit: nn.Module, flat: Tensor) -> None:
+    def _reduce_over_replicas(self, unit: nn.Module, sharing: Sharing | None, flat: Tensor) -> None:
         """FSDP's hook: the unit's gradients on this rank one after the other, a bank first."""
+        if not self._last_part:
+            return  # FSDP adds the parts of this rank up
+        if flat.is_cuda:  # FSDP made it on another stream, and may drop it before this one is done
+            flat.record_stream(torch.cuda.current_stream(flat.device))
         group, rest = self.mesh[REPLICATE].get_group(), flat
-        if isinstance(unit, BlockGroup):
-            bank, shards = unit.bank, self.mesh[SHARD].size()
-            entries, numbers = local_part(bank).shape[0], math.prod(bank.shape[1:])
-            shape = (entries, *bank.shape[1:])
-            begin_reduction(flat[: entries * numbers].view(shape), group, flat.dtype)()
-            rest = flat[-(-bank.shape[0] // shards) * numbers :]  # behind FSDP's padding
+        shards, start = self.mesh[SHARD].size(), 0
+        for parameter in (p for p in unit.parameters() if p.requires_grad):
+            local, numbers = local_part(parameter), math.prod(parameter.shape[1:])
+            here = flat[start : start + local.numel()].view(local.shape)
+            start += -(-parameter.shape[0] // shards) * numbers  # with FSDP's padding
+            if parameter.grad is not None:  # of the parts before, to which FSDP will add `flat`
+                here += local_part(parameter.grad)
+                local_part(parameter.grad).zero_()
+            if isinstance(unit, BlockGroup) and sharing and parameter is unit.bank:
+                reduce_to_shares(here, sharing, group)()
+                rest = flat[start:]
+        assert start == flat.numel(), "FSDP lays gradients out in another way"
         dist.all_reduce(rest, group=group)
         rest.div_(self.replicas())
 
@@ -142,7 +163,8 @@ class FSDPEngine(Engine):
     ) -> ManifoldOptimizer:
         if self.shares_step:
             group, wire = self.mesh[REPLICATE].get_group(), DTYPES[self.config.precision]
-            self.owner = SharedManifoldAdam(named, group, wire, **arguments)
+            sharings = bank_sharings(self.model, self.replicas())
+            self.owner = SharedManifoldAdam(named, sharings, group, wire, **arguments)
             return self.owner
         if self.config.weight_layout == "bank":
             return ManifoldAdam(named, **arguments)
@@ -167,6 +189,7 @@ class FSDPEngine(Engine):
         assert isinstance(self.network, FSDPModule)
         self.network.set_requires_gradient_sync(last or self.config.reduce_every_part)
         self.network.set_requires_all_reduce(last)  # between replicas: once is enough
+        self._last_part = last
         # Weights that stay gathered until the backward pass stay for the next part too.
         self.network.set_reshard_after_backward(last or self.config.reshard_after_forward)
         return super().forward(images)

@@ -10,122 +10,175 @@ steps its share of them:
 These are the bytes of the all-reduce that they replace (fewer where weights travel in bfloat16),
 one n-th of the products and of the state. Weights of other shares are copies, rounded to the type
 that computes; checkpoints take each from its owner.
+
+Of a bank all replicas step equally many blocks. Those that are left go to one replica each, by a
+reduce and a broadcast, and the next bank goes on with the next replica: so shares of all banks
+differ by one block at most, also where replicas are more than the blocks of a bank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lipnext_scale.distributed.rows import row_range
 from lipnext_scale.optim.lookahead_nadam import local_part
 from lipnext_scale.optim.manifold_adam import ManifoldAdam
 
+# torch warns of their former names where it has new ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-def share_of(entries: int, group: dist.ProcessGroup) -> slice:
-    """The entries of a bank's first dimension that this rank of the group steps."""
-    return slice(*row_range(entries, dist.get_world_size(group), dist.get_rank(group)))
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which replica steps which entries of a bank's first dimension."""
+
+    entries: int
+    replicas: int
+    first: int  # the replica that gets the first of those that are left
+
+    @property
+    def even(self) -> int:
+        """How many every replica has."""
+        return self.entries // self.replicas
+
+    def left(self) -> Iterator[tuple[int, int]]:
+        """(entry, its replica) of those that cannot be shared evenly."""
+        for number, entry in enumerate(range(self.even * self.replicas, self.entries)):
+            yield entry, (self.first + number) % self.replicas
+
+    def share(self, replica: int) -> list[slice]:
+        """At most two, none of them empty."""
+        runs = [slice(replica * self.even, (replica + 1) * self.even)] if self.even else []
+        return runs + [slice(entry, entry + 1) for entry, owner in self.left() if owner == replica]
+
+
+def bank_sharings(model: nn.Module, replicas: int) -> dict[str, Sharing]:
+    """Of the part of every bank that this rank holds, by the bank's name."""
+    sharings, first = {}, 0
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bank"):
+            entries = local_part(parameter).shape[0]
+            sharings[name] = Sharing(entries, replicas, first)
+            first = (first + entries) % replicas
+    return sharings
 
 
 @torch.no_grad()
-def begin_reduction(
-    gradient: Tensor, group: dist.ProcessGroup, dtype: torch.dtype
+def reduce_to_shares(
+    gradient: Tensor, sharing: Sharing, group: dist.ProcessGroup
 ) -> Callable[[], None]:
-    """Begin to bring the mean over the group into this rank's share; the result completes it.
+    """Send each entry to the replica that steps it, which gets the mean over the group.
 
-    The other entries stay as they are. dtype: of the sum.
+    The function returned waits for that. Entries of other replicas have no meaning then.
     """
-    if not gradient.numel():
-        return lambda: None
-    ranks, padded = dist.get_world_size(group), _padded(gradient.to(dtype), group)
-    total = padded.new_empty(padded.shape[0] // ranks, *padded.shape[1:])
-    work = dist.reduce_scatter_tensor(total, padded, group=group, async_op=True)
+    ranks, rank, works = sharing.replicas, dist.get_rank(group), []
+    if sharing.even:
+        whole = gradient[: sharing.even * ranks]
+        own = whole.new_empty(sharing.even, *whole.shape[1:])
+        works.append(_reduce_scatter(own, whole, group=group, async_op=True))
+    for entry, owner in sharing.left():
+        works.append(dist.reduce(gradient[entry], group_dst=owner, group=group, async_op=True))
 
-    def complete() -> None:
-        work.wait()
-        own = gradient[share_of(gradient.shape[0], group)]
-        own.copy_(total[: own.shape[0]]).div_(ranks)
+    @torch.no_grad()
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        if sharing.even:
+            gradient[sharing.share(rank)[0]] = own
+        for run in sharing.share(rank):
+            gradient[run].div_(ranks)
 
-    return complete
-
-
-def _padded(entries: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """With as many entries for every rank: collectives of one tensor want that."""
-    missing = -entries.shape[0] % dist.get_world_size(group)
-    if not missing:
-        return entries
-    return torch.cat([entries, entries.new_zeros(missing, *entries.shape[1:])])
+    return finish
 
 
 class SharedManifoldAdam:
     """ManifoldAdam for banks of which every rank of `group` holds the same part.
 
-    Gradients must have gone through `begin_reduction`. wire_dtype: of weights on their way.
+    Gradients must have gone through `reduce_to_shares`. wire_dtype: of weights on their way.
     The constructor, `step`, `retract`, `slow_weights` and `share_weights` are collective.
     """
 
     def __init__(
         self,
         named_parameters: list[tuple[str, nn.Parameter]],
+        sharings: dict[str, Sharing],
         group: dist.ProcessGroup,
         wire_dtype: torch.dtype | None = None,
         **manifold_adam_arguments: Any,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
-        self._parameters = dict(named_parameters)
-        self.group, self._wire_dtype = group, wire_dtype
-        self._own = {n: nn.Parameter(self.share(p)) for n, p in named_parameters}
-        self._inner = ManifoldAdam([*self._own.items()], **manifold_adam_arguments)
+        self._parameters, self._sharings = dict(named_parameters), sharings
+        self._group, self._wire_dtype = group, wire_dtype
+        self._rank = dist.get_rank(group)
+        self._own = {n: [*map(nn.Parameter, self.share(n, p))] for n, p in named_parameters}
+        named = [(name, own) for name, runs in self._own.items() for own in runs]
+        # A group of its own: torch refuses an empty list, and a rank may step nothing.
+        self._inner = ManifoldAdam([{"params": named}], **manifold_adam_arguments)
         self.param_groups = self._inner.param_groups
 
-    def share(self, tensor: Tensor) -> Tensor:
+    def share(self, name: str, tensor: Tensor) -> list[Tensor]:
         """This rank's share of a bank, or of its gradient."""
         local = local_part(tensor)
-        return local[share_of(local.shape[0], self.group)]
+        return [local[run] for run in self._sharings[name].share(self._rank)]
 
     def _point_at_shares(self) -> None:
         """FSDP may have moved the local part of a parameter since it was last looked at."""
-        for name, own in self._own.items():
-            own.data = self.share(self._parameters[name])
+        for name, runs in self._own.items():
+            for own, here in zip(runs, self.share(name, self._parameters[name]), strict=True):
+                own.data = here
 
     @torch.no_grad()
     def step(self, scale: Tensor | None = None, usable: Tensor | None = None) -> None:
         self._point_at_shares()
-        for name, own in self._own.items():
+        for name, runs in self._own.items():
             gradient = self._parameters[name].grad
-            own.grad = None if gradient is None else self.share(gradient)
-        if usable is None:  # every replica must know of a gradient that one of them has
-            usable = self._all_finite()
-            if not bool(usable):
-                raise FloatingPointError("the gradient of a bank is not finite")
+            gradients = [None] * len(runs) if gradient is None else self.share(name, gradient)
+            for own, of_run in zip(runs, gradients, strict=True):
+                own.grad = of_run
+        if usable is None:
+            usable = self._require_usable_gradients()
         self._inner.step(scale=scale, usable=usable)
         self.share_weights()
 
-    def _all_finite(self) -> Tensor:
-        gradients = [own.grad for own in self._own.values() if own.grad is not None]
-        finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).all().int()
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.group)
-        return finite.bool()
+    def _require_usable_gradients(self) -> Tensor:
+        """Raise FloatingPointError on every replica if one of them must."""
+        error = FloatingPointError("the gradient of a bank on another rank is not finite")
+        try:
+            self._inner.require_usable_gradients()
+        except FloatingPointError as found:
+            error, usable = found, 0
+        else:
+            usable = 1
+        device = local_part(self._parameters[self.names[0]]).device
+        everywhere = torch.tensor(usable, device=device, dtype=torch.int32)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._group)
+        if not bool(everywhere):
+            raise error
+        return everywhere.bool()
 
     @torch.no_grad()
     def share_weights(self) -> None:
         """Bring the shares of all replicas to each of them."""
-        for parameter in self._parameters.values():
-            local = local_part(parameter)
-            if not local.numel():
-                continue
-            dtype, ranks = self._wire_dtype or local.dtype, dist.get_world_size(self.group)
-            length = -(-local.shape[0] // ranks)
-            share = share_of(local.shape[0], self.group)
-            own = local.new_zeros(length, *local.shape[1:], dtype=dtype)
-            own[: share.stop - share.start] = local[share]
-            everyone = own.new_empty(length * ranks, *local.shape[1:])
-            dist.all_gather_into_tensor(everyone, own, group=self.group)
-            local[: share.start] = everyone[: share.start]
-            local[share.stop :] = everyone[share.stop : local.shape[0]]
+        for name, parameter in self._parameters.items():
+            local, sharing = local_part(parameter), self._sharings[name]
+            dtype = self._wire_dtype or local.dtype
+            if sharing.even:
+                own = sharing.share(self._rank)[0]
+                whole = local[: sharing.even * sharing.replicas]
+                everyone = torch.empty_like(whole, dtype=dtype)
+                _all_gather(everyone, local[own].to(dtype), group=self._group)
+                whole[: own.start] = everyone[: own.start]
+                whole[own.stop :] = everyone[own.stop :]
+            for entry, owner in sharing.left():
+                block = local[entry].to(dtype)
+                dist.broadcast(block, group_src=owner, group=self._group)
+                if owner != self._rank:
+                    local[entry] = block
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self._parameters.values():
@@ -144,6 +197,11 @@ class SharedManifoldAdam:
             self.share_weights()
             yield
         self.share_weights()
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        """Of the matrices that this rank steps."""
+        return self._inner.state
 
     def initialise_state(self) -> None:
         self._point_at_shares()
@@ -164,9 +222,9 @@ class SharedManifoldAdam:
         index: the matrix in this rank's part of the bank.
         """
         self._point_at_shares()
-        (entry, which), own = index, self._own[name]
-        share = share_of(local_part(self._parameters[name]).shape[0], self.group)
-        if not share.start <= entry < share.stop:
-            return None
-        state = self._inner.state[own] if with_state else {}
-        return (entry - share.start, which), {"model": own.detach(), **state}
+        entry, which = index
+        for run, own in zip(self._sharings[name].share(self._rank), self._own[name], strict=True):
+            if run.start <= entry < run.stop:
+                state = self._inner.state[own] if with_state else {}
+                return (entry - run.start, which), {"model": own.detach(), **state}
+        return None

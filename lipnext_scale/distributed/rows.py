@@ -410,6 +410,11 @@ class RowManifoldAdam:
                 self._exchange.finish_to_shards()
         self._exchange.finish_to_shards()
 
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        """Of the matrices that this rank steps."""
+        return self._inner.state
+
     def initialise_state(self) -> None:
         """Create the state of all matrices owned here: something to load a checkpoint into."""
         self._inner.initialise_state()

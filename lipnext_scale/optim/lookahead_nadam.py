@@ -99,11 +99,11 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
             for parameter in group["params"]
             if parameter.grad is not None and group["lookahead"]
         ]
+        before = None if usable is None else self._copies()
         starts = {p: p.detach().clone() for p, _ in moving if "slow" not in self.state.get(p, {})}
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.grad is not None and scale is not None:
                 local_part(parameter.grad).mul_(scale)
-        before = None if usable is None else self._copies()
         torch.optim.NAdam.step(self)
         for parameter, lookahead in moving:
             state = self.state[parameter]
@@ -120,7 +120,8 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
     def _copies(self) -> list[tuple[Tensor, Tensor]]:
         """(tensor, copy) of weights and state: what a step that is not usable returns to.
 
-        They are small, and the host need not know whether it was one. Its counters do move on.
+        They are small, and the host need not know whether it was one. Its counters do move on,
+        until `set_step`.
         """
         self.initialise_state()
         tensors = []
@@ -154,6 +155,20 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
                 if group["lookahead"]:
                     state["slow"] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def set_step(self, step: int) -> None:
+        """How many updates the state has seen."""
+        for group in self.param_groups:
+            product = torch.ones(())  # torch's, in its precision
+            for t in range(1, step + 1):
+                decay = 0.96 ** (t * group["momentum_decay"])
+                product *= group["betas"][0] * (1.0 - 0.5 * decay)
+                if not product:
+                    break
+            for state in (self.state[p] for p in group["params"] if p in self.state):
+                state["step"].fill_(step)
+                state["mu_product"].copy_(product)
 
     @torch.no_grad()
     def synchronise(self) -> None:

@@ -186,20 +186,22 @@ class ManifoldAdam(SlowWeights):
             if parameter.grad is not None
         ]
         if usable is None:
-            self._require_usable_gradients()
+            self.require_usable_gradients()
         on_device = [(g, p) for g, p in moving if uses_tensor_cores(g, p)]
         on_host = [(g, p) for g, p in moving if not uses_tensor_cores(g, p)]
-        if on_host and (usable is None or bool(usable)):
+        if on_host and usable is not None and not bool(usable):
+            moving, on_host = on_device, []
+        if on_host:
             self._step_in_phases(on_host, 1.0 if scale is None else float(scale))
         for group, parameter in on_device:
             self._step_on_tensor_cores(group, parameter, scale, usable)
         for group, parameter in moving:
             every = group["retract_every"]
             if every and self.state[parameter]["step"] % every == 0:
-                self._retract(group, parameter)
+                self._retract(group, parameter, usable)
         return loss
 
-    def _require_usable_gradients(self) -> None:
+    def require_usable_gradients(self) -> None:
         """Raise FloatingPointError before moments, buffers and weights change."""
         names: list[str] = []
         largest: list[Tensor] = []
@@ -352,15 +354,18 @@ class ManifoldAdam(SlowWeights):
             for parameter in group["params"]:
                 self._retract(group, parameter)
 
-    def _retract(self, group: dict[str, Any], parameter: Tensor) -> None:
+    def _retract(
+        self, group: dict[str, Any], parameter: Tensor, usable: Tensor | None = None
+    ) -> None:
         is_product = group["parametrisation"] == "product"
         state = self._state(group, parameter) if is_product else self.state.get(parameter, {})
         for stack in learned_stacks(group, parameter, state):
             for part in chunks(stack.point):
-                stack.point[part] = manifold.polar_retract(stack.point[part])
-            if stack.slow is not None and stack.buffer is not None:
-                stack.slow.copy_(stack.point)
-                stack.buffer.zero_()
+                point = stack.point[part]
+                replace_(point, manifold.polar_retract(point), usable)
+                if stack.slow is not None and stack.buffer is not None:
+                    replace_(stack.slow[part], point, usable)
+                    replace_(stack.buffer[part], torch.zeros_like(point), usable)
         write_weights_(group, parameter, state)
 
 
@@ -442,7 +447,7 @@ def _move_on_tensor_cores(
         assert stack.slow is not None
         slow = stack.slow[part]
         tensor_core.add_product_(slow, kernels.split_left(slow), operand)
-        point.copy_(slow)
+        replace_(point, slow, usable)
     else:
         tensor_core.add_product_(point, left, operand)
 
@@ -488,6 +493,14 @@ def write_weights_(group: dict[str, Any], parameter: Tensor, state: dict[str, An
     rotation, weight = as_pairs(parameter)
     for part in chunks(rotation):
         weight[part] = multiply(state["factor"][part], rotation[part].mT)
+
+
+def replace_(old: Tensor, new: Tensor, usable: Tensor | None) -> None:
+    """old ← new, unless the step is not usable."""
+    if usable is None:
+        old.copy_(new)
+    else:
+        torch.where(usable, new, old, out=old)
 
 
 def uses_tensor_cores(group: dict[str, Any], parameter: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Both optimizers of a model as one: which parameter goes where, and the steps taken together."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -81,6 +81,9 @@ class ManifoldOptimizer(Protocol):
     """The interface of ManifoldAdam and of its counterpart for sharded rows."""
 
     param_groups: list[dict[str, Any]]
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]: ...
 
     def step(self, *, scale: Tensor | None = None, usable: Tensor | None = None) -> Any: ...
 
@@ -192,8 +195,7 @@ class Optimizers:
     def set_step(self, step: int) -> None:
         """How many updates both have made."""
         self.manifold.set_step(step)
-        for state in self.euclidean.state.values():
-            state["step"].fill_(step)
+        self.euclidean.set_step(step)
 
 
 NamedTensors = Sequence[tuple[str, Tensor]]

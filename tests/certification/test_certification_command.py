@@ -154,7 +154,7 @@ def broken(export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("broken")
     model = load_model(export / "m.safetensors")
     with torch.no_grad():
-        model.groups[0].bank[1, 2, 3] = float("nan")
+        model.groups[0].bank[0, 1, 2, 3] = float("nan")
     save_export(model, directory / "nan.safetensors")
     shutil.copy(export / "m.safetensors", directory)
     (directory / "cut.safetensors").write_bytes((export / "m.safetensors").read_bytes()[:3000])

@@ -36,11 +36,11 @@ def test_what_would_fail_later_fails_now(tmp_path: Path, argument: str, said: st
 
 
 def test_deepspeed_without_its_processes(tmp_path: Path) -> None:
-    """2·depth matrices on 3 processes; a file's part × parts × processes, though none is there."""
+    """One block on 3 processes; a file's part × parts × processes, though none is there."""
     pytest.importorskip("deepspeed")
     argv = ["--config", str(prepare(tmp_path)), "--check", "run.device=cpu"]
     zero3 = ["data.batch_size=6", "parallel.engine=deepspeed", "parallel.zero_stage=3"]
-    said = "ZeRO-3 on 3 processes would cut through matrices"
+    said = "ZeRO-3 on 3 processes would cut through blocks"
     assert_refused(run_train(*argv, *zero3, "--ranks", "3"), said)
     file = tmp_path / "zero2.json"
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}

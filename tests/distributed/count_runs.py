@@ -53,13 +53,15 @@ class Collective:
 Counted = dict[str, Collective]
 # Operator → (name, the argument that is measured). With R ranks and n bytes in it a rank sends
 # ·n, by an all-reduce 2·(R-1)/R·n, by an all-to-all all of its outbox: ours holds nothing for
-# the rank itself.
+# the rank itself. Of a reduction to one rank or a broadcast each sends (R-1)/R·n in the mean.
 OPERATORS = {
     "allgather_": ("all_gather", "input_tensors"),
     "_allgather_base_": ("all_gather", "input_tensor"),
     "_reduce_scatter_base_": ("reduce_scatter", "output_tensor"),
     "allreduce_": ("all_reduce", "tensors"),
     "alltoall_base_": ("all_to_all", "input"),
+    "broadcast_": ("broadcast", "tensors"),
+    "reduce_": ("reduce", "tensors"),
 }
 
 
@@ -84,8 +86,9 @@ class CountTraffic(TorchDispatchMode):
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             if argument:
                 ranks = dist.ProcessGroup.unbox(named["process_group"]).size()
-                shares = {"all_reduce": 2 * (ranks - 1) / ranks, "all_to_all": 1}
-                size = int(size * shares.get(name, ranks - 1))
+                mean = (ranks - 1) / ranks
+                shares = {"all_reduce": 2 * mean, "all_to_all": 1, "broadcast": mean}
+                size = int(size * {**shares, "reduce": mean}.get(name, ranks - 1))
             before = self.counted.get(name, Collective())
             self.counted[name] = Collective(before.calls + 1, before.bytes_sent + size)
         return func(*args, **(kwargs or {}))

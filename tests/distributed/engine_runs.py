@@ -204,6 +204,12 @@ def held_shards(trainer: Trainer, weights_only: bool = False) -> StateShards:
     return {name: replace(p, tensor=p.tensor.detach().clone()) for name, p in shards.items()}
 
 
+def checkpointed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without W where M is learned."""
+    learned = {name.removesuffix("M") + "W" for name in tensors if name.endswith(".M")}
+    return {name: tensor for name, tensor in tensors.items() if name not in learned}
+
+
 def joined(parts: Sequence[StateShards]) -> dict[str, Tensor]:
     """Whole tensors from the shards of all ranks. What several hold has the same bits on all."""
     wholes: dict[str, Tensor] = {}
@@ -353,12 +359,8 @@ def continue_each(
 
 def steps_taken(trainer: Trainer) -> set[int]:
     """What the state of either optimizer says of the steps it has seen."""
-    owned, states = trainer.engine.owned_matrices(), [*trainer.optimizers.euclidean.state.values()]
-    if owned is None:
-        states += trainer.optimizers.manifold.state.values()  # type: ignore[attr-defined]
-    else:
-        states += owned._inner.state.values()
-    return {int(state["step"]) for state in states}
+    both = (trainer.optimizers.euclidean, trainer.optimizers.manifold)
+    return {int(state["step"]) for optimizer in both for state in optimizer.state.values()}
 
 
 def stored(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -13,20 +13,22 @@ from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.optim import OptimConfig
 
 pytestmark = pytest.mark.slow
-WORLD, WIDTH, MATRICES, STEPS = 4, 64, 8, 6
+WORLD, WIDTH, MATRICES, STEPS = 4, 64, 16, 6
 # Two groups of blocks, everything divisible by four ranks. Six steps have two Lookahead steps,
 # three retractions inside step() and the end of an epoch.
 SIZES = [
     f"model.width={WIDTH}",
     "model.num_classes=12",
-    "model.blocks_per_bank=2",
+    "model.depth=8",
+    "model.blocks_per_bank=4",
     "optim.retract_every=2",
     "parallel.engine=fsdp",
 ]
 ROW = "parallel.weight_layout=row"
 CASES = {
     "bank": [],
-    "hsdp": ["parallel.shard_size=2"],
+    "hsdp": ["parallel.shard_size=2", "parallel.share_step=false"],
+    "shared": ["parallel.shard_size=2"],
     "row": [ROW],
     "row bf16": [ROW, "parallel.precision=bf16"],
 }
@@ -90,11 +92,32 @@ def test_the_row_layout_sends_each_row_once_each_way(
             assert width * rows <= counted["all_to_all"].bytes_sent <= 1.05 * width * rows
 
 
-@pytest.mark.parametrize("case, numbers", [("bank", 6), ("row", 7)])
-def test_every_rank_keeps_its_share(
-    ranks: list[dict[str, Measured]], case: str, numbers: int
+def test_replicas_that_share_the_step_exchange_weights_in_it(
+    ranks: list[dict[str, Measured]],
 ) -> None:
-    """Of X, gradient, m, v, B and the slow weights; in the row layout X at its owner as well."""
+    """Of each of two groups, once; in the backward pass a further reduction of it.
+
+    A word says on a CPU that all gradients are sound.
+    """
+    weights = 4 * MATRICES * WIDTH**2 // 2  # of a shard
+    for rank in ranks:
+        traffic = rank["shared"].traffic
+        for update in traffic.updates:
+            assert calls(update) == {"all_reduce": 1, "all_gather": 2}
+            assert update["all_gather"].bytes_sent == weights // 2
+        assert [calls(counted) for counted in traffic.retractions] == [{"all_gather": 2}]
+        for step in traffic.steps[:4]:
+            assert calls(step) == {"all_gather": 6 + 2, "reduce_scatter": 3 + 2, "all_reduce": 5}
+
+
+@pytest.mark.parametrize("case, numbers", [("bank", 6.5), ("shared", 8.5), ("row", 7.5)])
+def test_every_rank_keeps_its_share(
+    ranks: list[dict[str, Measured]], case: str, numbers: float
+) -> None:
+    """Of X, gradient, m, v, B, the slow weights and M; in the row layout X at its owner as well.
+
+    Two replicas that share the step have twice as much of X and its gradient.
+    """
     share = numbers * 4 * WIDTH**2 * MATRICES / WORLD
     for rank in ranks:
         assert rank[case].kept == pytest.approx(share, rel=0.05)
@@ -117,5 +140,5 @@ def test_no_rank_ever_has_the_whole_model(layout: str, width: int) -> None:
     for left, most, most_with_optimizers in run_processes(4, build, layout, config):
         assert 8 * matrix <= left <= (8 + others) * matrix
         assert most <= (8 + 4 + others) * matrix  # what makes one orthogonal matrix
-        if layout == "row":  # as many at the owner, its gradient, boxes for one matrix each way
-            assert most_with_optimizers <= (8 + 8 + 1 + 4 + others) * matrix
+        if layout == "row":  # as many at the owner, gradients of a block, two boxes for it each way
+            assert most_with_optimizers <= (8 + 8 + 2 + 6 + others) * matrix

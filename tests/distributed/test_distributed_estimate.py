@@ -10,7 +10,6 @@ from count_runs import Counted, count_steps, small_trainers, usually_left
 from gloo import run_processes
 
 from benchmarks.memory import Memory, training_memory
-from lipnext_scale.distributed import FSDPEngine
 from lipnext_scale.distributed.estimate import RankEstimate, estimate
 from lipnext_scale.distributed.rows import WORD
 from lipnext_scale.training.trainer import Trainer
@@ -20,6 +19,7 @@ FSDP, DDP, ROW = "parallel.engine=fsdp", "parallel.engine=ddp", "parallel.weight
 HSDP, TWICE = "parallel.shard_size=2", "parallel.accumulation=2"
 BF16, BF16_SUMS = "parallel.precision=bf16", "parallel.reduce_precision=bf16"
 LAST, KEEP = "parallel.reduce_every_part=false", "parallel.reshard_after_forward=false"
+ALONE = "parallel.share_step=false"
 # Seven blocks in groups of three: seldom divisible by ranks. 18 rows are not by 4.
 UNEVEN = ["model.depth=7", "model.blocks_per_bank=3", "model.width=18"]
 TWO_GROUPS = "model.blocks_per_bank=2"
@@ -35,6 +35,7 @@ CASES: dict[int, list[list[str]]] = {
         [ROW, BF16, KEEP],
         [DDP, TWICE],
         [DDP, BF16, BF16_SUMS],
+        [DDP, ALONE],
     ],
     4: [
         [FSDP, *UNEVEN],
@@ -44,6 +45,8 @@ CASES: dict[int, list[list[str]]] = {
         [ROW, "optim.lookahead=0", *UNEVEN],
         [ROW, HSDP, BF16],
         [FSDP, "parallel.shard_size=1", BF16],
+        [HSDP, *UNEVEN, ALONE, TWICE],
+        [DDP, *UNEVEN, TWICE],
     ],
 }
 
@@ -55,7 +58,8 @@ class Compared:
     estimate: RankEstimate
     sent: Counted
     memory: Memory
-    sharded: bool
+    replicas: int
+    shared: bool
 
 
 def compare(rank: int, world: int, directory: Path) -> list[Compared]:
@@ -73,7 +77,8 @@ def compare_case(trainer: Trainer) -> Compared:
         estimate_for(trainer),
         step,
         training_memory(trainer.engine, trainer.optimizers),
-        isinstance(trainer.engine, FSDPEngine),
+        trainer.engine.replicas(),
+        trainer.engine.shares_step,
     )
 
 
@@ -91,16 +96,20 @@ def test_bytes_are_as_estimated(world: int, tmp_path: Path) -> None:
         )
         sent = {name: collective.bytes_sent for name, collective in compared.sent.items()}
         scalars = 3 * 4 * (world - 1)  # loss, accuracy, stop request
-        norm = 2 * 8 * (world - 1) // world * compared.sharded
-        assert sent.pop("all_gather", 0) - scalars == expected.all_gather
-        assert sent.pop("reduce_scatter", 0) == expected.reduce_scatter
-        assert sent.pop("all_reduce", 0) - norm == expected.all_reduce
+        norm = 2 * 8 * (world - 1) // world
+        gradients_are_sound = 2 * 4 * (compared.replicas - 1) // compared.replicas
+        own = norm + gradients_are_sound * compared.shared
+        gathered = sent.pop("all_gather", 0) + sent.pop("broadcast", 0)
+        assert gathered - scalars == expected.all_gather
+        reduced = sent.pop("reduce_scatter", 0) + sent.pop("reduce", 0)
+        assert reduced == expected.reduce_scatter
+        assert sent.pop("all_reduce", 0) - own == expected.all_reduce
         words = 4 * WORD * (world - 1)
         assert 0 <= sent.pop("all_to_all", 0) - expected.all_to_all <= words
         assert not sent
-    if world == 4:  # 6, 6 and 2 matrices: a rank without one sends and keeps as much padding
+    if world == 4:  # 3, 3 and 1 blocks: a rank without one sends and keeps as much padding
         first, last = ranks[0][0], ranks[-1][0]
-        assert (first.estimate.matrices, last.estimate.matrices) == (5, 0)
+        assert (first.estimate.matrices, last.estimate.matrices) == (6, 0)
         assert first.memory.parameters == last.memory.parameters
         assert first.memory.optimizer > 10 * last.memory.optimizer
         assert first.sent == last.sent

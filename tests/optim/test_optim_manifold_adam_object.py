@@ -141,7 +141,7 @@ def test_two_host_transfers_per_step(exp_rule, monkeypatch):
         (torch.zeros(4, 5), r"blocks\.bank has shape \(4, 5\).*square"),
         (torch.zeros(2, 3, 4), r"blocks\.bank has shape \(2, 3, 4\)"),
         (torch.zeros(4), r"blocks\.bank has shape \(4,\)"),
-        (torch.eye(4).expand(2, 2, 4, 4), r"blocks\.bank has shape \(2, 2, 4, 4\)"),
+        (torch.eye(4).expand(1, 2, 2, 4, 4), r"blocks\.bank has shape \(1, 2, 2, 4, 4\)"),
         (1.01 * torch.eye(4), r"blocks\.bank is not orthogonal.*0\.0201"),
         (torch.stack([torch.eye(4), torch.ones(4, 4)]), r"blocks\.bank is not orthogonal"),
         (torch.full((4, 4), float("nan")), r"blocks\.bank is not orthogonal.*nan"),

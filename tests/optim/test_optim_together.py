@@ -132,8 +132,9 @@ def test_schedule_reaches_both_with_their_own_rates():
 def test_slow_weights_of_all_parameters():
     """Inside, the whole model is the slow one; afterwards, also after an error, the fast one."""
     model = LipNeXt(TINY, seed=0)
-    start = weights(model)
     optimizers = Optimizers(split_parameters(model), OptimConfig(lookahead=6))
+    optimizers.initialise_state()  # W is M·Rᵀ from here on
+    start = weights(model)
     train(model, optimizers, range(4))
     fast = weights(model)
     with pytest.raises(RuntimeError):
