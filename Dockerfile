@@ -53,12 +53,12 @@ FROM ${BASE} AS runtime
 COPY --from=dependencies /opt/runtime-packages /opt/runtime-packages
 # tini passes SIGTERM on, upon which a run saves, and collects what worker processes leave behind.
 # The compiler and Python's headers are for torch.compile and for what DeepSpeed builds at its first
-# start; the ibverbs are what NCCL talks to InfiniBand and RoCE with.
+# start; the ibverbs are what NCCL talks to InfiniBand and RoCE with; by numactl torchrun binds ranks.
 # hadolint ignore=DL3008
 RUN apt-get update -q \
     && DEBIAN_FRONTEND=noninteractive xargs --arg-file=/opt/runtime-packages \
         apt-get install -q -y --no-install-recommends \
-        ca-certificates g++ ibverbs-providers libibverbs1 python3-dev python3-venv tini \
+        ca-certificates g++ ibverbs-providers libibverbs1 numactl python3-dev python3-venv tini \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 lipnext \
     && install --directory --mode 1777 /workspace

@@ -25,21 +25,8 @@ shift
 # The rest happens in the repository, as with Slurm.
 [[ ! -e $LIPNEXT_CONFIG ]] || LIPNEXT_CONFIG=$(realpath "$LIPNEXT_CONFIG")
 
-# Those that CUDA will see. nvidia-smi lists all of the machine; its errors go to the same place.
-count_gpus() {
-  local gpus=0 listed visible
-  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    listed=,$CUDA_VISIBLE_DEVICES
-    listed=${listed%%,-1*} # where CUDA stops
-    IFS=, read -ra visible <<<"${listed#,}"
-    gpus=${#visible[@]}
-  elif command -v nvidia-smi >/dev/null; then
-    gpus=$(nvidia-smi --list-gpus | grep -c '^GPU ') || true
-  fi
-  echo $((gpus > 0 ? gpus : 1))
-}
-
-: "${LIPNEXT_NODES:=1}" "${LIPNEXT_NODE:=0}" "${LIPNEXT_PROCS_PER_NODE:=$(count_gpus)}"
+gpus=$(count_gpus)
+: "${LIPNEXT_NODES:=1}" "${LIPNEXT_NODE:=0}" "${LIPNEXT_PROCS_PER_NODE:=$((gpus > 0 ? gpus : 1))}"
 # A person watches, and sees a failure at once; unattended, 1 or more is better.
 : "${LIPNEXT_MAX_RESTARTS:=0}"
 require_numbers LIPNEXT_NODES LIPNEXT_NODE LIPNEXT_PROCS_PER_NODE LIPNEXT_MAX_RESTARTS

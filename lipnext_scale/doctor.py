@@ -65,6 +65,7 @@ def examine(launch: Launch, arguments: argparse.Namespace) -> list[Finding]:
     findings += look("cpu", partial(environment.cpus, here))
     findings += look("memory", environment.memory)
     findings += look("shared memory", environment.shared_memory)
+    findings += look("driver", environment.driver)
     findings += look("gpu", environment.gpus)
     if launch.world_size == 1:
         findings += look("gloo", partial(network.local_gloo, arguments.timeout))

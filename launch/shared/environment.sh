@@ -23,6 +23,34 @@ choose_python() {
     fail "LIPNEXT_PYTHON = $LIPNEXT_PYTHON: no such program on $(uname -n); set it, or LIPNEXT_VENV"
 }
 
+# --- GPUs --------------------------------------------------------------------------------------
+# Those that CUDA will see. nvidia-smi lists all of the machine; its errors go to the same place.
+count_gpus() {
+  local gpus=0 listed visible
+  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    listed=,$CUDA_VISIBLE_DEVICES
+    listed=${listed%%,-1*} # where CUDA stops
+    IFS=, read -ra visible <<<"${listed#,}"
+    gpus=${#visible[@]}
+  elif command -v nvidia-smi >/dev/null; then
+    gpus=$(nvidia-smi --list-gpus | grep -c '^GPU ') || true
+  fi
+  echo "$gpus"
+}
+
+# Whether torchrun can bind each rank to the cores near its GPU: it fails without numactl, and where a
+# rank has no GPU or may use no core near it. So this task must have cores of every NUMA node.
+can_bind() {
+  local cores number allowed
+  (($(count_gpus) >= LIPNEXT_PROCS_PER_NODE)) && command -v numactl >/dev/null || return 1
+  allowed=" $(numactl --show | sed -n 's/^nodebind: *//p') "
+  [[ $allowed =~ [0-9] ]] || return 1
+  for cores in /sys/devices/system/node/node[0-9]*/cpulist; do
+    number=${cores%/cpulist}
+    [[ -z $(<"$cores") || $allowed == *" ${number##*/node} "* ]] || return 1
+  done
+}
+
 # A path of the repository if it is not a whole one; bash would look for a bare name in PATH.
 require_site() {
   [[ $LIPNEXT_SITE == /* ]] || LIPNEXT_SITE=$LIPNEXT_ROOT/$LIPNEXT_SITE
@@ -55,7 +83,9 @@ set_environment() {
   : "${TORCH_NCCL_DUMP_ON_TIMEOUT:=1}"
   # Weights that are gathered and freed, matrix by matrix, would leave holes in the GPU's memory.
   : "${PYTORCH_CUDA_ALLOC_CONF:=expandable_segments:True}"
-  # Processes that make batches and ranks share a node's cores; more threads each get in the way.
+  # Processes that make batches and ranks share a node's cores; more threads each get in the way. A
+  # step on the host (parallel.offload_optimizer) takes more by itself, if you have not chosen.
+  [[ -z ${OMP_NUM_THREADS:-} ]] || export LIPNEXT_OMP_CHOSEN=yes
   : "${OMP_NUM_THREADS:=1}"
   # After SIGTERM, the time that ranks have to save before torchrun kills them.
   : "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:=300}"

@@ -68,8 +68,10 @@ train() {
     --rdzv-id "$LIPNEXT_RUN_ID"
     --rdzv-endpoint "${addresses[0]}:$LIPNEXT_HEAD_PORT"
     --rdzv-conf "is_host=$is_host,read_timeout=600"
-    --local-addr "${addresses[$node]}"
-    -m "${train[@]}")
+    --local-addr "${addresses[$node]}")
+  [[ -n ${LIPNEXT_NUMA:-} ]] || ! can_bind || LIPNEXT_NUMA=node
+  [[ ${LIPNEXT_NUMA:-none} == none ]] || torchrun+=(--numa-binding "$LIPNEXT_NUMA")
+  torchrun+=(-m "${train[@]}")
   if [[ -n ${SLURM_JOB_ID:-} && -z $by_hand ]]; then
     run_as_task "${torchrun[@]}"
   else

@@ -4,6 +4,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ MODULES = {
 }
 # NCCL keeps some tens of MB for each process of a node there.
 SHARED_MEMORY = 512e6
+# NVIDIA's oldest driver for each major version of CUDA ("Minor Version Compatibility").
+DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def packages() -> list[Finding]:
@@ -126,6 +129,30 @@ def shared_memory(directory: str = "/dev/shm") -> Finding:
     if free < SHARED_MEMORY:
         return warn("shared memory", f"{text}: may be too little for NCCL", fix)
     return ok("shared memory", text)
+
+
+def driver() -> list[Finding]:
+    """NVIDIA's against the CUDA of torch; nothing where one of them is not there."""
+    import torch
+
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if not torch.version.cuda or shutil.which(command[0]) is None:
+        return []
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if asked.returncode or not asked.stdout.strip():
+        said = " ".join((asked.stdout or asked.stderr).split())
+        return [warn("driver", said, "load NVIDIA's driver, if there is a GPU")]
+    version = asked.stdout.split()[0]
+    return [driver_for(torch.version.cuda, version, torch.cuda.is_available())]
+
+
+def driver_for(cuda: str, version: str, works: bool) -> Finding:
+    """works: torch uses the GPUs, with an older driver by NVIDIA's package cuda-compat."""
+    oldest = DRIVERS.get(_numbers(cuda)[0], 0)
+    if works or _numbers(version)[0] >= oldest:
+        return ok("driver", f"{version}, for torch with CUDA {cuda}")
+    fix = f"install NVIDIA driver {oldest} or newer, or a build of torch for an older CUDA"
+    return wrong("driver", f"{version} is older than {oldest}, which CUDA {cuda} needs", fix)
 
 
 def gpus() -> list[Finding]:

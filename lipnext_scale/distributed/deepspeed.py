@@ -33,6 +33,7 @@ from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.models.lipnext import NamedPart, named_parts
 from lipnext_scale.optim import OptimConfig, Optimizers, split_parameters
 from lipnext_scale.utils.config import ConfigError
+from lipnext_scale.utils.cpu import step_threads
 
 # --------------------------------------------------------------------------------------------------
 # Where ZeRO puts the numbers of a parameter: pure functions, the same on every rank.
@@ -280,14 +281,27 @@ class DeepSpeedEngine(Engine):
         self.zero: Any = self.deepspeed.optimizer
         self.partitions = self._find_partitions(groups, config.width)
         self._initialise(seed)
+        if self.config.offload_optimizer:
+            self._use_cores()
         return self.model
+
+    def _use_cores(self) -> None:
+        """Those of the node, shared by its ranks: launchers give a rank one thread."""
+        host, own = os.uname().nodename, os.sched_getaffinity(0)
+        everyone = self.processes.gather_objects((host, own))
+        # Not those of this rank alone: ranks may be bound to the cores near their GPU.
+        of_node = set().union(*(cores for there, cores in everyone if there == host))
+        ranks = self.processes.local_world_size
+        if threads := step_threads(len(own), len(of_node), ranks, os.environ):
+            torch.set_num_threads(threads)
 
     def _join(self, deepspeed: ModuleType) -> None:
         """Make DeepSpeed use torch's process group; it would think itself alone otherwise."""
         os.environ.setdefault("LOCAL_RANK", str(self.processes.local_rank))  # it requires one
-        # Its all-reduce in shared memory, for inference, would be compiled first: that takes
-        # minutes, and leaves a lock behind if a process is killed meanwhile.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # None of its compiled operations is used. Looking for those that would compile here runs
+        # compilers, and prints a warning for each on a machine without nvcc; and its all-reduce in
+        # shared memory would be compiled, for minutes, with a lock that a killed process leaves.
+        deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed(
             auto_mpi_discovery=False, dist_init_required=False, verbose=False
         )

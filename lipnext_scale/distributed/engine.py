@@ -1,6 +1,6 @@
 """Engines: how a model is placed on processes, differentiated, clipped, saved and loaded."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lipnext_scale.checkpoint import StateShard, StateShards
 from lipnext_scale.distributed.config import ParallelConfig, choose_group_size
 from lipnext_scale.distributed.processes import Processes
-from lipnext_scale.distributed.replicas import SharedManifoldAdam, reduce_to_share_
+from lipnext_scale.distributed.replicas import SharedManifoldAdam, begin_reduction
 from lipnext_scale.distributed.rows import RowManifoldAdam, row_range
 from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
 from lipnext_scale.models.kernels import why_plain
@@ -143,12 +143,18 @@ def checksums(shards: StateShards) -> dict[str, int]:
 
     It is the sum of the bits as int32, for shards of float32, as all of ours are.
     """
-    with_data = {name: shard for name, shard in shards.items() if shard.tensor.numel()}
-    sums = [shard.tensor.view(torch.int32).sum(dtype=torch.int64) for shard in with_data.values()]
+    tensors = by_offset(shards)
+    sums = [tensor.view(torch.int32).sum(dtype=torch.int64) for tensor in tensors.values()]
     values = torch.stack(sums).tolist() if sums else []
+    return dict(zip(tensors, values, strict=True))
+
+
+def by_offset(shards: StateShards) -> dict[str, Tensor]:
+    """The tensors that are not empty, by name and offset: the same for replicas alone."""
     return {
-        f"{name} from {shard.offset}": value
-        for (name, shard), value in zip(with_data.items(), values, strict=True)
+        f"{name} from {shard.offset}": shard.tensor
+        for name, shard in shards.items()
+        if shard.tensor.numel()
     }
 
 
@@ -238,7 +244,12 @@ class Engine:
 
     def replicas(self) -> int:
         """How many ranks hold the same numbers of the model."""
-        return 1
+        group = self.replicate_group()
+        return 1 if group is None else group.size()
+
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same numbers as this one; None: it is alone."""
+        return None
 
     # A step
 
@@ -315,6 +326,17 @@ class Engine:
         if optimizers is not None:
             optimizers.manifold.state_loaded()
 
+    @torch.no_grad()
+    def equalise_replicas(
+        self, names: Container[str], shards: StateShards, optimizers: Optimizers
+    ) -> None:
+        """Give all replicas the first one's numbers of these shards, named as in `checksums`."""
+        for name, tensor in by_offset(shards).items():
+            if name in names:
+                dist.broadcast(tensor, group=self.replicate_group(), group_src=0)
+        self.weights_changed()
+        self.state_loaded(shards, optimizers)
+
     def whole_matrices(self, optimizers: Optimizers) -> StateShards:
         """Matrices that this rank holds whole, with their optimizer state. Local."""
         return {
@@ -334,6 +356,7 @@ class DDPEngine(Engine):
     shared: SharedManifoldAdam | None = None
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
+        self._reductions: list[Callable[[], None]] = []
         model = super().build(config, seed)
         if self.config.share_step and self.replicas() > 1:
             self._share_banks(model)
@@ -353,19 +376,22 @@ class DDPEngine(Engine):
         )
         for bank in banks:
             dist.broadcast(bank.detach(), src=0)  # as DDP does with all others
-            bank.register_post_accumulate_grad_hook(self._reduce)
+            bank.register_post_accumulate_grad_hook(self._begin_reduction)
+
+    def _begin_reduction(self, bank: Tensor) -> None:
+        """Of a gradient that is complete, while the backward pass goes on."""
+        assert bank.grad is not None
+        if self.network.require_backward_grad_sync:
+            dtype = DTYPES[self.config.reduce_precision]
+            self._reductions.append(begin_reduction(bank.grad, self.share_group, dtype))
 
     @torch.no_grad()
-    def _reduce(self, bank: Tensor) -> None:
-        assert bank.grad is not None
-        if not self.network.require_backward_grad_sync:
-            return
-        if self.config.reduce_precision == "fp32":
-            reduce_to_share_(bank.grad, self.share_group)
-        else:
-            halves = bank.grad.bfloat16()
-            reduce_to_share_(halves, self.share_group)
-            bank.grad.copy_(halves)
+    def backward(self, loss: Tensor) -> None:
+        with torch.enable_grad():
+            super().backward(loss)
+        for complete in self._reductions:
+            complete()
+        self._reductions.clear()
 
     def manifold_optimizer(
         self, named: list[tuple[str, nn.Parameter]], **arguments: Any
@@ -384,8 +410,8 @@ class DDPEngine(Engine):
         if self.shared is not None:
             self.shared.share_weights()
 
-    def replicas(self) -> int:
-        return self.processes.world_size
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         dist.all_reduce(value)

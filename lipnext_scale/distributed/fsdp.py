@@ -25,7 +25,7 @@ from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.distributed.config import ParallelConfig
 from lipnext_scale.distributed.engine import DTYPES, Engine, Owners, local_range
 from lipnext_scale.distributed.processes import Processes
-from lipnext_scale.distributed.replicas import SharedManifoldAdam, reduce_to_share_
+from lipnext_scale.distributed.replicas import SharedManifoldAdam, begin_reduction
 from lipnext_scale.distributed.rows import RowManifoldAdam
 from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, Optimizers, local_part
@@ -76,8 +76,8 @@ class FSDPEngine(Engine):
         mesh = f"{self.replicas()} × {self.mesh[SHARD].size()}"
         return f"{self.name} {mesh}, {layout}, {self.config.precision}"
 
-    def replicas(self) -> int:
-        return self.mesh[REPLICATE].size()
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        return self.mesh[REPLICATE].get_group()
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
         self.seed = seed
@@ -86,8 +86,7 @@ class FSDPEngine(Engine):
         initialise_shards(self.model, seed)
         if self.replicas() > 1:  # equal but for rounding on unlike devices: make them equal
             for parameter in self.model.parameters():
-                group = self.mesh[REPLICATE].get_group()
-                dist.broadcast(local_part(parameter), group=group, group_src=0)
+                dist.broadcast(local_part(parameter), group=self.replicate_group(), group_src=0)
         return self.model
 
     def place(self, config: LipNeXtConfig) -> LipNeXt:
@@ -125,7 +124,7 @@ class FSDPEngine(Engine):
             bank, shards = unit.bank, self.mesh[SHARD].size()
             entries, numbers = local_part(bank).shape[0], math.prod(bank.shape[1:])
             shape = (entries, *bank.shape[1:])
-            reduce_to_share_(flat[: entries * numbers].view(shape), group)
+            begin_reduction(flat[: entries * numbers].view(shape), group, flat.dtype)()
             rest = flat[-(-bank.shape[0] // shards) * numbers :]  # behind FSDP's padding
         dist.all_reduce(rest, group=group)
         rest.div_(self.replicas())

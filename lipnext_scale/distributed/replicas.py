@@ -12,7 +12,7 @@ one n-th of the products and of the state. Weights of other shares are copies, r
 that computes; checkpoints take each from its owner.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,16 +31,25 @@ def share_of(entries: int, group: dist.ProcessGroup) -> slice:
 
 
 @torch.no_grad()
-def reduce_to_share_(gradient: Tensor, group: dist.ProcessGroup) -> None:
-    """The mean over the group in this rank's share; the other entries are left as they are."""
+def begin_reduction(
+    gradient: Tensor, group: dist.ProcessGroup, dtype: torch.dtype
+) -> Callable[[], None]:
+    """Begin to bring the mean over the group into this rank's share; the result completes it.
+
+    The other entries stay as they are. dtype: of the sum.
+    """
     if not gradient.numel():
-        return
-    padded = _padded(gradient, group)
-    ranks = dist.get_world_size(group)
-    mean = padded.new_empty(padded.shape[0] // ranks, *padded.shape[1:])
-    dist.reduce_scatter_tensor(mean, padded, group=group)
-    own = gradient[share_of(gradient.shape[0], group)]
-    torch.div(mean[: own.shape[0]], ranks, out=own)
+        return lambda: None
+    ranks, padded = dist.get_world_size(group), _padded(gradient.to(dtype), group)
+    total = padded.new_empty(padded.shape[0] // ranks, *padded.shape[1:])
+    work = dist.reduce_scatter_tensor(total, padded, group=group, async_op=True)
+
+    def complete() -> None:
+        work.wait()
+        own = gradient[share_of(gradient.shape[0], group)]
+        own.copy_(total[: own.shape[0]]).div_(ranks)
+
+    return complete
 
 
 def _padded(entries: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -54,7 +63,7 @@ def _padded(entries: Tensor, group: dist.ProcessGroup) -> Tensor:
 class SharedManifoldAdam:
     """ManifoldAdam for banks of which every rank of `group` holds the same part.
 
-    Gradients must have gone through `reduce_to_share_`. wire_dtype: of weights on their way.
+    Gradients must have gone through `begin_reduction`. wire_dtype: of weights on their way.
     The constructor, `step`, `retract`, `slow_weights` and `share_weights` are collective.
     """
 

@@ -457,6 +457,8 @@ class RowManifoldAdam:
         try:
             self._inner.step(scale=scale, usable=usable)
         except FloatingPointError:
+            if usable is not None:  # then no rank reads the words
+                raise
             return False
         finally:
             for unit in units:

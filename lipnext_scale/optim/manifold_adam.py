@@ -50,26 +50,30 @@ def adam_direction(
     eps: float,
     bias_correction: bool,
     out: Tensor | None = None,
-    workspace: manifold.Workspace | None = None,
 ) -> Tensor:
     """Update both moments in place with a skew gradient and return Δ = -η·m̂/(√v̂ + ε).
 
-    Δ is exactly skew: m is skew, v is symmetric, and every operation here is elementwise.
+    torch's fused Adam, one pass over each matrix [d, d], moves a zero by Δ. Δ is exactly skew: m is
+    skew, v is symmetric, and every operation is elementwise and odd in m.
     """
-    beta1, beta2 = betas
-    exp_avg.lerp_(gradient, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    return direction_of(
-        exp_avg,
-        exp_avg_sq,
-        step=step,
+    out = torch.empty_like(gradient) if out is None else out
+    counted = torch.tensor(float(step) if bias_correction else 1e30)  # β^1e30 = 0: no correction
+    torch._fused_adam_(
+        out.zero_().unbind(0),
+        gradient.unbind(0),
+        exp_avg.unbind(0),
+        exp_avg_sq.unbind(0),
+        [],
+        [counted] * out.shape[0],
         lr=lr,
-        betas=betas,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=0.0,
         eps=eps,
-        bias_correction=bias_correction,
-        out=out,
-        workspace=workspace,
+        amsgrad=False,
+        maximize=False,
     )
+    return out
 
 
 def direction_of(
@@ -81,15 +85,10 @@ def direction_of(
     betas: tuple[float, float],
     eps: float,
     bias_correction: bool,
-    out: Tensor | None = None,
-    workspace: manifold.Workspace | None = None,
 ) -> Tensor:
     """Δ of the moments as they are; after a step, the Δ of that step."""
     correction1, correction2 = (1 - beta**step if bias_correction else 1.0 for beta in betas)
-    # -η·(m/c1) / (√(v/c2) + ε) = m / ((√v + ε√c2) · c1/(-η√c2))
-    scratch = None if workspace is None else workspace.like("tail", exp_avg_sq)
-    denominator = torch.sqrt(exp_avg_sq, out=scratch).add_(eps * correction2**0.5)
-    return torch.div(exp_avg, denominator, out=out).mul_(-lr * correction2**0.5 / correction1)
+    return -lr / correction1 * exp_avg / ((exp_avg_sq / correction2).sqrt() + eps)
 
 
 @dataclass
@@ -255,7 +254,6 @@ class ManifoldAdam(SlowWeights):
                 eps=group["eps"],
                 bias_correction=group["second_moment_init"] == "zero",
                 out=exponent[part],
-                workspace=self._workspace,
             )
             if stack.buffer is not None:
                 buffer = stack.buffer[part].add_(delta)

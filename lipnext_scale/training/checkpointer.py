@@ -29,7 +29,7 @@ from lipnext_scale.distributed.engine import checksums
 from lipnext_scale.optim import Optimizers, require_orthogonal
 from lipnext_scale.training.non_finite import NonFinitePolicy
 from lipnext_scale.utils import config as configuration
-from lipnext_scale.utils.errors import RunFailed, UserError
+from lipnext_scale.utils.errors import UserError
 
 
 class Checkpointer:
@@ -50,6 +50,7 @@ class Checkpointer:
         self._group = engine.processes.checkpoint_group
         self.writer = CheckpointWriter(directory, run.keep_checkpoints, run.keep_every, self._group)
         self._warned_of: BaseException | None = None
+        self._repaired = 0
 
     def save(self, step: int) -> None:
         """Begin to write the checkpoint of `step`; training may continue at once.
@@ -71,21 +72,36 @@ class Checkpointer:
             "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         }
         shards = self._engine.state_shards(self._optimizers)
-        self._require_equal_replicas(step, shards)
+        self._equalise_replicas(step, shards)
         self.writer.save(step, shards, facts, self._run.async_checkpoint and not failed)
 
-    def _require_equal_replicas(self, step: int, shards: StateShards) -> None:
-        """Ranks that hold the same part hold the same bits, or the checkpoint would mix two."""
+    def _equalise_replicas(self, step: int, shards: StateShards) -> None:
+        """Ranks that hold the same part hold the same bits, or the checkpoint would mix two.
+
+        Where they do not (a flipped bit, unlike devices) the first rank's count for all.
+        """
         sums = self._engine.processes.gather_objects(checksums(shards))
         first: dict[str, tuple[int, int]] = {}
+        unequal: dict[str, str] = {}
         for rank, held in enumerate(sums):
             for name, checksum in held.items():
                 other, expected = first.setdefault(name, (rank, checksum))
                 if checksum != expected:
-                    raise RunFailed(
-                        f"step {step}: ranks {other} and {rank} hold copies of {name} that differ; "
-                        "the last checkpoint is intact"
-                    )
+                    unequal.setdefault(name, f"ranks {other} and {rank} hold copies of {name}")
+        if not unequal:
+            return
+        assert self._engine.replicas() > 1, unequal
+        self._engine.equalise_replicas(unequal, shards, self._optimizers)
+        self._repaired += len(unequal)
+        if self._engine.processes.rank == 0:
+            line, *others = unequal.values()
+            line += f" (and of {len(others)} more)" if others else ""
+            said = f"warning: step {step}: {line} that differ; the first rank's are taken"
+            print(said, file=sys.stderr, flush=True)
+
+    def metrics(self) -> dict[str, int]:
+        """Tensors whose replicas were made equal since the start of this process, if any were."""
+        return {"train/repaired_replicas": self._repaired} if self._repaired else {}
 
     def warn_of_failure(self) -> None:
         """Print that a checkpoint could not be written, once. Cheap: called after every step."""

@@ -4,7 +4,10 @@ SIGUSR1 is what Slurm sends before a job's time is over (launch/*.slurm): the ru
 with code 0, so that no launcher starts it again, and asks for a requeue in its directory.
 """
 
+import os
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -14,6 +17,9 @@ from signal import Signals
 from types import FrameType
 
 GRACE = 5.0
+# Seconds that the main thread may be inside one call: longer than a step on a GPU, which it waits
+# for, and shorter than the 30 that torchrun and Slurm give a process.
+BLOCKED = 20.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -56,6 +62,44 @@ def stop_requests(
     for number in previous:
         signal.signal(number, note)
     try:
-        yield request
+        with _ending_blocked(request, previous.keys() & {signal.SIGINT, signal.SIGTERM}):
+            yield request
     finally:
         restore()
+
+
+@contextmanager
+def _ending_blocked(request: StopRequest, stops: set[Signals]) -> Iterator[None]:
+    """End the process where one of `stops` comes and the main thread never gets to note it.
+
+    It may wait in a collective of NCCL for a process that has died; Python runs handlers only after
+    that. The system's own handler writes the signal to a socket, which a thread reads.
+    """
+    ours, systems = socket.socketpair()
+    systems.setblocking(False)
+    left = threading.Event()
+    arguments = (ours, request, stops, left)
+    threading.Thread(target=_end_if_blocked, args=arguments, name="signals", daemon=True).start()
+    before = signal.set_wakeup_fd(systems.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        left.set()
+        systems.close()
+
+
+def _end_if_blocked(
+    ours: socket.socket, request: StopRequest, stops: set[Signals], left: threading.Event
+) -> None:
+    with ours:
+        while received := ours.recv(1):
+            number = received[0]
+            if number in stops and not left.wait(BLOCKED) and request.signal not in stops:
+                why = f"nothing else happened for {BLOCKED:.0f} s: is another process gone?"
+                print(f"{Signals(number).name}, and {why}", file=sys.stderr, flush=True)
+                os._exit(128 + number)  # as Stopped; nothing can be saved or closed
+
+
+# A child would write its own signals to our socket.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

@@ -26,6 +26,9 @@ from lipnext_scale.utils.errors import RunFailed, Stopped
 from lipnext_scale.utils.files import os_error_in_words
 from lipnext_scale.utils.progress import beat
 
+# Steps after which the host reads at the latest what happened on a GPU: signals must not wait.
+READ_EVERY = 100
+
 
 class Trainer:
     """A run: built from a recipe, continued from its newest checkpoint, trained to the end.
@@ -195,7 +198,7 @@ class Trainer:
     def _after_step(self, values: dict[str, float | Tensor]) -> None:
         beat()
         self.checkpointer.warn_of_failure()
-        values |= self.non_finite.metrics()
+        values |= self.non_finite.metrics() | self.checkpointer.metrics()
         if self.observer.prints_after(self.step):
             values |= self._count_bad_samples()
         self.observer.after_step(self.step, values)
@@ -242,7 +245,7 @@ class Trainer:
             self._note_signal(int(request))
             updated = self._is_finite(loss, norm)
             if updated:
-                self._update(clip)
+                self._update(clip, torch.ones((), dtype=torch.bool))
         else:  # the host does not wait for the device
             usable, updated = torch.isfinite(loss + norm), True
             self._unread.append(torch.stack([request, usable.to(request)]))
@@ -283,7 +286,8 @@ class Trainer:
     def _is_read_after(self, step: int) -> bool:
         """Whether the host needs to know after this step what happened on the device."""
         every = self.recipe.run.checkpoint_every
-        return self.observer.prints_after(step) or bool(every and step % every == 0)
+        due = step % READ_EVERY == 0 or bool(every and step % every == 0)
+        return due or self.observer.prints_after(step)
 
     def _read_steps(self) -> None:
         """Signals and skipped updates of the steps since the last call, in one transfer."""

@@ -1,6 +1,7 @@
 """Settings of this process that make a CPU faster. Made by the commands, not on import."""
 
 import ctypes
+from collections.abc import Mapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST = 2**31 - 1
@@ -17,3 +18,14 @@ def keep_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, 1 << 30)
     mallopt(_M_TRIM_THRESHOLD, _LARGEST)
+
+
+def step_threads(own: int, of_node: int, ranks: int, environment: Mapping[str, str]) -> int | None:
+    """Threads for a step on the host; None: those that the user chose.
+
+    own, of_node: cores that this rank and that all `ranks` of its node may use.
+    Launchers set OMP_NUM_THREADS to 1 unless it is set; launch/shared marks that the user set it.
+    """
+    if "LIPNEXT_OMP_CHOSEN" in environment or environment.get("OMP_NUM_THREADS", "1") != "1":
+        return None
+    return max(1, min(own, of_node // ranks))

@@ -13,6 +13,7 @@ from gloo import run_processes
 
 from lipnext_scale.distributed.processes import Processes, rendezvous
 from lipnext_scale.utils.config import ConfigError
+from lipnext_scale.utils.cpu import step_threads
 from lipnext_scale.utils.errors import RunFailed, UserError
 
 
@@ -124,3 +125,21 @@ def test_one_process_needs_no_group() -> None:
     assert torch.equal(processes.gather(torch.ones(2)), torch.ones(1, 2))
     assert processes.gather_objects("x") == ["x"]
     processes.close()
+
+
+@pytest.mark.parametrize(
+    "own, of_node, variables, threads",
+    [
+        (96, 96, {}, 12),
+        (48, 96, {"OMP_NUM_THREADS": "1"}, 12),  # bound to the half that is near the GPU
+        (4, 96, {"OMP_NUM_THREADS": "1"}, 4),
+        (2, 2, {}, 1),
+        (96, 96, {"OMP_NUM_THREADS": "4"}, None),
+        (96, 96, {"OMP_NUM_THREADS": "1", "LIPNEXT_OMP_CHOSEN": "yes"}, None),
+    ],
+)
+def test_ranks_share_the_cores_of_a_node(
+    own: int, of_node: int, variables: dict[str, str], threads: int | None
+) -> None:
+    """Unless the user said how many threads; a launcher's 1 does not count."""
+    assert step_threads(own, of_node, 8, variables) == threads

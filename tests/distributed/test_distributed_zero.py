@@ -4,6 +4,7 @@ In float32, DeepSpeed's only full precision, so the bound is what another order 
 one process (`SMOOTH` of engine_runs.py).
 """
 
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -213,12 +214,26 @@ def own_group(rank: int, world_size: int, directory: Path) -> bool:
     group = trainer.engine.deepspeed.data_parallel_group  # type: ignore[attr-defined]
     backend = group._get_backend(torch.device("cpu"))
     assert backend.options._timeout == timedelta(seconds=12 * 700)
+    assert sys.modules["deepspeed"].ops.__compatible_ops__ == {}
     return torch.nn.functional.linear is linear
 
 
 def test_deepspeed_leaves_other_things_alone(tmp_path: Path) -> None:
-    """Its group has our timeout, so that the watchdog reports first; torch's functions stay; only
-    its engine imports it."""
+    """Its group has our timeout, so that the watchdog reports first; torch's functions stay; no
+    compiler is probed, which prints a warning for each operation; only its engine imports it."""
     assert run_processes(2, own_group, tmp_path) == [True, True]
     program = "import sys, lipnext_scale.training.trainer; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def threads_of(rank: int, world_size: int, directory: Path, *overrides: str) -> int:
+    os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun says
+    build_trainer(directory, *ZERO[2], *overrides)
+    return torch.get_num_threads()
+
+
+def test_a_step_on_the_host_has_the_cores(tmp_path: Path) -> None:
+    """And only that one: elsewhere a rank has the one thread of its launcher."""
+    cores = len(os.sched_getaffinity(0))
+    assert run_processes(1, threads_of, tmp_path / "offloaded", OFFLOAD) == [cores]
+    assert run_processes(1, threads_of, tmp_path / "kept") == [1]

@@ -130,6 +130,24 @@ def test_versions_and_requirements_are_read_as_pip_writes_them():
     assert environment.package("x", "1.9", "", "1.10").state == "ok"
 
 
+@pytest.mark.parametrize(
+    ("cuda", "version", "works", "state"),
+    [
+        ("13.0", "580.65.06", True, "ok"),
+        ("13.0", "595.10", False, "ok"),  # then it is not the driver
+        ("13.0", "575.57.08", False, "wrong"),
+        ("12.8", "570.26", False, "ok"),
+        ("12.8", "470.256.02", False, "wrong"),
+        ("13.0", "535.86", True, "ok"),  # by cuda-compat
+        ("14.0", "600.1", False, "ok"),  # not known here
+    ],
+)
+def test_the_driver_is_new_enough_for_the_cuda_of_torch(cuda, version, works, state):
+    found = environment.driver_for(cuda, version, works)
+    assert found.state == state
+    assert state == "ok" or f"CUDA {cuda} needs" in found.text and " or newer" in found.fix
+
+
 # ---- the launch ----------------------------------------------------------------------------------
 
 SRUN = {
