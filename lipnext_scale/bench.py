@@ -1,20 +1,25 @@
-"""Measure how fast this machine feeds a run.
+"""Measure how fast this machine feeds a run, and how fast its GPU takes a step.
 
     python -m lipnext_scale.bench data --config configs/imagenet_1b.yaml [section.key=value ...]
+    python -m lipnext_scale.bench gpu --config configs/imagenet_1b.yaml --ranks 8 --out gpu.json
 
-Opens the run's data and hands out batches of one rank without training on them: images/s in all
-and of every stage, against decoding alone with as many processes.
+data: opens the run's data and hands out batches of one rank without training on them: images/s in
+all and of every stage, against decoding alone with as many processes.
+gpu: see checks/gpu.py; also under torchrun.
 """
 
+import json
 import multiprocessing
 import time
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 
+from lipnext_scale.checks import gpu
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import DataSets, StreamLoader
 from lipnext_scale.data.augment import augment, draw_params
@@ -30,16 +35,36 @@ _HELD = 512  # encoded images that bare decoding goes through again and again
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="lipnext_scale.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["data"], help="what is measured")
+    parser.add_argument("what", choices=["data", "gpu"], help="what is measured")
     parser.add_configuration(required=True)
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="data: each measurement (10)")
     parser.add_argument("--ranks", type=positive, default=1, help="measure one rank of so many")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="gpu (cuda)")
+    parser.add_argument("--out", default="gpu.json", help="gpu: the file of rates (gpu.json)")
+    parser.add_argument("--predicted", help="gpu: times to compare with, from python tests/walk")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.seconds <= 0:
         parser.error(f"argument --seconds: {arguments.seconds:g} must be above 0")
     recipe = load_recipe(arguments.config, arguments.overrides)
     recipe.require_batch_for(arguments.ranks)
-    measure_data(recipe, arguments.ranks, arguments.seconds)
+    if arguments.what == "data":
+        measure_data(recipe, arguments.ranks, arguments.seconds)
+    else:
+        expected = gpu.predicted(arguments.predicted) if arguments.predicted else {}
+        measure_gpu(recipe, arguments.ranks, arguments.device, Path(arguments.out), expected)
+
+
+def measure_gpu(
+    recipe: Recipe, ranks: int, device: str, out: Path, expected: dict[str, Any]
+) -> None:
+    figures, engine = gpu.measure(recipe, ranks, device)
+    if engine.processes.rank == 0:
+        print_table(figures | expected)
+        out.write_text(json.dumps(figures | expected, indent=1) + "\n", encoding="utf-8")
+    engine.processes.close()
+    wrong = [name for name, value in figures.items() if value is False]
+    if wrong:
+        raise RunFailed(f"{', '.join(wrong)}: no, these kernels differ from their references")
 
 
 def measure_data(recipe: Recipe, ranks: int, seconds: float) -> None:
@@ -57,6 +82,10 @@ def measure_data(recipe: Recipe, ranks: int, seconds: float) -> None:
     }
     for stage, per_second in stage_rates(source).items():
         rows[f"{stage}, images/s of one process"] = f"{per_second:.0f}"
+    print_table(rows)
+
+
+def print_table(rows: dict[str, Any]) -> None:
     width = max(len(name) for name in rows)
     print("\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()))
 

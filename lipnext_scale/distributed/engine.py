@@ -17,6 +17,7 @@ from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.distributed.replicas import SharedManifoldAdam, bank_sharings, reduce_to_shares
 from lipnext_scale.distributed.rows import RowManifoldAdam, row_range
 from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
+from lipnext_scale.models.kernels import why_plain
 from lipnext_scale.models.lipnext import NamedPart, named_parts
 from lipnext_scale.optim import (
     ManifoldAdam,
@@ -180,6 +181,17 @@ class Engine:
     def describe(self) -> str:
         """The engine and its choices in a few words."""
         return f"{self.name}, {self.config.precision}"
+
+    def why_plain(self) -> str | None:
+        """Why a GPU computes blocks without our kernels; None where it has them, and on a CPU."""
+        if self.processes.device.type == "cpu":
+            return None
+        if self.config.compile:
+            return "torch.compile makes its own (parallel.compile)"
+        config, spec = self.model.config, self.model.block_groups()[0].spec
+        side, like = config.image_size // config.patch_size, DTYPES[self.config.precision]
+        shape = (1, side, side, config.width)
+        return why_plain(spec, torch.empty(shape, dtype=like, device=self.processes.device))
 
     # Building
 

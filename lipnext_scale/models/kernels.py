@@ -32,7 +32,7 @@ LARGEST_PLANE = 16 * 32 * 32
 def why_plain(spec: BlockSpec, tokens: Tensor) -> str | None:
     """Why these tokens [N, H, W, C] take the plain path; None: the kernels take them."""
     if not tokens.is_cuda:
-        return f"they are on {tokens.device.type}"
+        return f"the tokens are on {tokens.device.type}"
     if spec.activation != "beta_abs":
         return f"activation {spec.activation} has no kernel"
     if tokens.dtype not in DTYPES:

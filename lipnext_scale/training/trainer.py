@@ -119,6 +119,8 @@ class Trainer:
             return
         self.observer.open(self.step)
         self.observer.say(self._introduction())
+        if why := self.engine.why_plain():
+            self.observer.say(f"blocks are computed without Triton kernels: {why}")
         try:
             with self._watching(), stop_requests(self.request), self.checkpointer.finishing():
                 self._loop()

@@ -155,7 +155,7 @@ def test_why_plain():
             return kernels.why_plain(spec(**changes), tokens)
 
     assert why() is None and why(dtype=torch.float32) is None and why(side=128) is None
-    assert why(device="cpu") == "they are on cpu"
+    assert why(device="cpu") == "the tokens are on cpu"
     assert why(dtype=torch.float64) == "torch.float64 has no kernel"
     assert why(activation="minmax") == "activation minmax has no kernel"
     assert why(side=129) == "(129, 129) tokens are more than 16384"
