@@ -75,7 +75,7 @@ class Trainer:
             self.non_finite,
         )
         self.stop_signal: Signals | None = None
-        # [request, usable] of steps on a GPU that the host has not read yet: it would wait.
+        # [request, usable] of steps that the host has not read yet.
         self._unread: list[Tensor] = []
         self.step = self.checkpointer.resume()
         self.observer = Observer(
@@ -94,6 +94,12 @@ class Trainer:
         )
         if self.step:
             self._print(f"continuing {self.directory.path} from step {self.step}")
+
+    @property
+    def reads_every_step(self) -> bool:
+        """Or what happened is read with the next line that is printed: a host that reads waits for
+        its GPU."""
+        return self.processes.device.type == "cpu"
 
     def _build_model(self) -> LipNeXt:
         """The model on its processes, with its initial weights."""
@@ -241,12 +247,12 @@ class Trainer:
         norm = self.engine.gradient_norm()
         loss, accuracy, request = self._over_all_ranks(loss, accuracy)
         clip = (optim.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        if self.processes.device.type == "cpu":
+        if self.reads_every_step:
             self._note_signal(int(request))
             updated = self._is_finite(loss, norm)
             if updated:
                 self._update(clip, torch.ones((), dtype=torch.bool))
-        else:  # the host does not wait for the device
+        else:
             usable, updated = torch.isfinite(loss + norm), True
             self._unread.append(torch.stack([request, usable.to(request)]))
             self._update(clip, usable)
@@ -300,7 +306,8 @@ class Trainer:
             if not usable:
                 line = self.non_finite.skip(step, "the loss or a gradient is not finite")
                 self.observer.say(line)
-        self.optimizers.set_step(self.non_finite.updates(self.step))
+        if not all(usable for _, usable in rows):  # the optimizers have counted these too
+            self.optimizers.set_step(self.non_finite.updates(self.step))
 
     def _update(self, clip: Tensor, usable: Tensor | None = None) -> None:
         try:

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo import run_processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -35,6 +36,8 @@ from lipnext_scale.checkpoint.io import read_metadata
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import evaluation as datasets
 from lipnext_scale.distributed.engine import DTYPES
+from lipnext_scale.distributed.replicas import SharedManifoldAdam
+from lipnext_scale.optim import local_part
 from lipnext_scale.training.trainer import Trainer
 
 # The sets are exchanged: 360 images are 5 steps an epoch, and neither 2 nor 4 ranks share the 1437
@@ -236,12 +239,17 @@ def whole_shards(tensors: dict[str, Tensor]) -> StateShards:
 
 
 def require_rows_of_owners(trainer: Trainer) -> None:
-    """In the row layout: every rank's rows are those of the owner, in the type that computes."""
+    """Every rank's rows or copies are those of the owner, in the type that computes."""
     owned = trainer.engine.owned_matrices()
     if owned is None:
         return
     dtype = DTYPES[trainer.recipe.parallel.precision]
     for name, parameter in trainer.model.named_parameters():
+        if isinstance(owned, SharedManifoldAdam):
+            ours = local_part(parameter).to(dtype)
+            theirs = ours.clone()
+            dist.broadcast(theirs, group_src=0, group=owned._group)
+            assert torch.equal(ours, theirs), name
         if ".matrices." in name:
             assert isinstance(parameter, DTensor)
             whole = parameter.full_tensor()  # all ranks together

@@ -45,6 +45,7 @@ from lipnext_scale.config.run_directory import RunDirectory
 pytestmark = pytest.mark.slow
 ROW, DDP = ["parallel.weight_layout=row"], ["parallel.engine=ddp"]
 HSDP, TWICE = ["parallel.shard_size=2"], ["parallel.accumulation=2"]
+ALONE = ["parallel.share_step=false"]
 OFFLOAD, BF16 = "parallel.offload_optimizer=true", "parallel.precision=bf16"
 ZERO = {
     stage: [*SMOOTH, "parallel.engine=deepspeed", f"parallel.zero_stage={stage}"]
@@ -78,8 +79,11 @@ JOURNEYS: dict[str, list[tuple[Place, int]]] = {
         ((4, []), 2),
         ((3, ROW), 4),
         ((2, DDP), 5),
+        ((3, [*DDP, *ALONE]), 6),
         ((4, [*HSDP, *ROW]), 7),
-        ((3, TWICE), 8),
+        ((4, HSDP), 8),
+        ((4, [*HSDP, *ALONE]), 9),
+        ((3, [*DDP, *TWICE]), 10),
         ((0, []), STEPS),
     ],
     "deepspeed": [
@@ -119,7 +123,7 @@ def test_a_run_moves_between_all_engines(name: str, tmp_path: Path) -> None:
 
 STOPPED: dict[int, Configurations] = {
     2: {"ddp": [*DDP, *TWICE], "2 offloaded": [*ZERO[2], OFFLOAD], "3 bf16": [*ZERO[3], BF16]},
-    4: {"bank": [], "2x2 row": [*HSDP, *ROW]},
+    4: {"bank": [], "2x2 bank": HSDP, "2x2 row": [*HSDP, *ROW]},
 }
 
 

@@ -37,17 +37,25 @@ MERGED, TWICE = "optim.parametrisation=merged", "parallel.accumulation=2"
 KEEP, RECOMPUTE = "parallel.reshard_after_forward=false", "parallel.recompute_activations=true"
 LAST = ["parallel.accumulation=3", "parallel.reduce_every_part=false"]
 NARROW = ["model.width=5", "model.shift_ratio=0.25"]
-SMALL_BANKS = "model.blocks_per_bank=2"
+SMALL_BANKS, ALONE = "model.blocks_per_bank=2", "parallel.share_step=false"
 # world size → name → settings; each is compared with one process that has its FUNCTION.
 ENGINES: dict[int, Configurations] = {
     1: {"row": ["parallel.engine=fsdp", ROW]},
-    2: {"ddp": [DDP], "bank": [], "row": [ROW]},
+    2: {"ddp": [DDP], "ddp alone": [DDP, ALONE], "bank": [], "row": [ROW]},
     3: {"ddp in parts": [DDP, TWICE], "bank 2, 2, 0": [SMALL_BANKS], "row": [ROW, MERGED]},
     4: {
         "ddp": [DDP, MERGED, TWICE],
+        "ddp alone": [DDP, TWICE, ALONE],
+        "ddp, a block for one rank": [DDP, "model.depth=1"],
+        "ddp, two blocks in a bank": [DDP, SMALL_BANKS, MERGED],
         "bank": [MERGED, TWICE],
         "row": [ROW, MERGED, TWICE],
         "2x2 bank": [HSDP, MERGED, TWICE],
+        "2x2 bank, product": [HSDP, TWICE],
+        "2x2 bank alone": [HSDP, TWICE, ALONE],
+        "2x2 bank, merged alone": [HSDP, MERGED, ALONE],
+        "2x2 bank, a block for one rank": [HSDP, "model.depth=1"],
+        "2x2 bank reduced last": [HSDP, SMALL_BANKS, *LAST, KEEP],
         "2x2 row": [HSDP, ROW, MERGED, TWICE],
         "bank 1, 0, 0, 0": ["model.depth=1"],
         "bank 2, 2, 0, 0": [SMALL_BANKS],
@@ -117,7 +125,8 @@ def test_the_bound_is_above_rounding(runs: Runs) -> None:
 def test_every_engine_trains_as_one_process_does(runs: Runs, world_size: int, name: str) -> None:
     """Losses, norms, weights, slow weights, moments, buffers; the same evaluation; every rank.
 
-    Ranks with fewer matrices, rows or classes than others, or none, change nothing.
+    Ranks with fewer matrices, rows or classes than others, or none, change nothing; nor does it
+    whether replicas share the step.
     """
     ours, overrides = runs.engines(world_size)[name], ENGINES[world_size][name]
     mesh = "2 × 2" if HSDP in overrides else f"1 × {world_size}"

@@ -29,6 +29,8 @@ ENGINES = {
     "single": ["parallel.engine=single"],
     "ddp": ["parallel.engine=ddp"],
     "banks": ["parallel.engine=fsdp"],
+    "replicas": ["parallel.engine=fsdp", "parallel.shard_size=1"],
+    "replicas alone": ["parallel.engine=ddp", "parallel.share_step=false"],
     "rows": ["parallel.engine=fsdp", "parallel.weight_layout=row"],
     "ZeRO-1": ["parallel.engine=deepspeed", "parallel.zero_stage=1"],
     "ZeRO-2": ["parallel.engine=deepspeed", "parallel.zero_stage=2"],
@@ -38,7 +40,7 @@ ENGINES = {
 BF16 = [*ENGINES["ZeRO-2, offloaded"], "parallel.precision=bf16"]
 ENGINES |= {"ZeRO-2, bf16": BF16, "ZeRO-3, bf16": [*BF16, "parallel.zero_stage=3"]}
 # Those that keep weights and state in ways of their own: also stopped after the step.
-THOROUGH = ["single", "banks", "rows", "ZeRO-2", "ZeRO-3"]
+THOROUGH = ["single", "ddp", "banks", "rows", "ZeRO-2", "ZeRO-3"]
 
 
 @contextmanager

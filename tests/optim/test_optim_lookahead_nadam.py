@@ -167,3 +167,45 @@ def test_wrong_lookahead_is_refused():
     """The message names the value."""
     with pytest.raises(ValueError, match="lookahead = -1"):
         LookaheadNAdam(parameters(), lookahead=-1)
+
+
+@pytest.mark.parametrize("period", [0, 1, 3])
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_step_that_is_not_usable_moves_nothing(period, first):
+    """Whatever its gradient is; with the count set right, it has not been. A usable one is any."""
+    (mine, theirs), optimizers = (parameters(), parameters()), []
+    for params in (mine, theirs):
+        optimizers.append(LookaheadNAdam(params, lr=0.01, lookahead=period))
+        run(optimizers[-1], params, range(first))
+    optimizer, undisturbed = optimizers
+    optimizer.initialise_state()
+    before = [[p.detach().clone(), *map(torch.clone, optimizer.state[p].values())] for p in mine]
+    for _ in range(4):
+        for parameter in mine:
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        optimizer.step(scale=torch.tensor(float("nan")), usable=torch.tensor(False))
+    optimizer.set_step(first)
+    for parameter, old in zip(mine, before, strict=True):
+        now = [parameter, *optimizer.state[parameter].values()]
+        assert all(torch.equal(*both) for both in zip(old, now, strict=True))
+    for step in range(first, 8):
+        set_gradients(mine, step)
+        optimizer.step(usable=torch.tensor(True))
+    run(undisturbed, theirs, range(first, 8))
+    for one, other in zip(mine, theirs, strict=True):
+        assert torch.equal(one, other)
+        for key, value in undisturbed.state[other].items():
+            assert torch.equal(optimizer.state[one][key], value), key
+
+
+def test_the_count_of_steps_fixes_all_counters():
+    """After so many that the running product of momenta is 0."""
+    params = parameters()
+    optimizer, counted = (LookaheadNAdam(params, lookahead=0) for _ in range(2))
+    counted.initialise_state()
+    for steps in (1, 2, 50, 1200):
+        run(optimizer, params, range(int(optimizer.state[params[0]].get("step", 0)), steps))
+        counted.set_step(steps)
+        for key in ("step", "mu_product"):
+            assert torch.equal(counted.state[params[0]][key], optimizer.state[params[0]][key])
+    assert counted.state[params[0]]["mu_product"] == 0

@@ -132,6 +132,49 @@ def test_two_host_transfers_per_step(exp_rule, monkeypatch):
         assert mode.count == 0
 
 
+# --- steps that are not usable ----------------------------------------------------------------
+
+FORMS = [(form, kind) for form in ("merged", "product") for kind in ("fp32", "tensor_core")]
+NAN = torch.tensor(float("nan"))
+
+
+def pairs_and_optimizer(form: str, kind: str) -> tuple[torch.nn.Parameter, ManifoldAdam]:
+    """Lookahead at every second step, a retraction at every third."""
+    x = bank(3, 2, 8, 8, dtype=torch.float32)
+    periods = {"lookahead": 2, "retract_every": 3}
+    return x, ManifoldAdam([x], lr=0.02, parametrisation=form, products=kind, **periods)
+
+
+@pytest.mark.parametrize("form, kind", FORMS)
+def test_a_step_that_is_not_usable_moves_nothing(form, kind):
+    """Also where Lookahead or a retraction is due; with its count set right, it has not been."""
+    (x, optimizer), (y, undisturbed) = (pairs_and_optimizer(form, kind) for _ in range(2))
+    grads = gradients(x, 6)
+    run(optimizer, x, grads[:1])
+    before = [t.clone() for t in (x.detach(), *optimizer.state[x].values())]
+    for _ in range(6):
+        x.grad = torch.full_like(x, float("nan"))
+        optimizer.step(scale=NAN, usable=torch.tensor(False))
+    optimizer.set_step(1)
+    for old, now in zip(before, (x, *optimizer.state[x].values()), strict=True):
+        assert torch.equal(old, now)
+    run(optimizer, x, grads[1:])
+    run(undisturbed, y, grads)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("form, kind", FORMS)
+def test_a_usable_step_is_any_step(form, kind):
+    (x, flagged), (y, plain) = (pairs_and_optimizer(form, kind) for _ in range(2))
+    for gradient in gradients(x, 6):
+        x.grad, y.grad = gradient.clone(), gradient.clone()
+        flagged.step(usable=torch.tensor(True))
+        plain.step()
+    assert torch.equal(x, y)
+    for key, value in plain.state[y].items():
+        assert torch.equal(flagged.state[x][key], value), key
+
+
 # --- what it refuses --------------------------------------------------------------------------
 
 

@@ -157,10 +157,13 @@ def test_the_plan_counts_what_a_step_sends(name, small_walks):
     recipe = load_recipe(str(ROOT / "configs" / "imagenet_1b.yaml"), walk["settings"])
     nodes = walk.get("nodes", 1)
     planned = estimate_of_rank(recipe.parallel, recipe.model, recipe.optim, 8 * nodes, 8)
-    assert sent["_allgather_base_"] * 7 / 8 == planned.all_gather
-    assert sent["_reduce_scatter_base_"] * 7 / 8 == planned.reduce_scatter
+    replicated = (nodes - 1) / nodes  # of a block that one of them steps
+    gathered = sent["_allgather_base_"] * 7 / 8 + sent.get("broadcast_", 0) * replicated
+    assert gathered == planned.all_gather
+    reduced = sent["_reduce_scatter_base_"] * 7 / 8 + sent.get("reduce_", 0) * replicated
+    assert reduced == planned.reduce_scatter
     scalars = 8  # the gradient's norm
-    assert (sent["allreduce_"] - scalars) * 2 * (nodes - 1) / nodes == planned.all_reduce
+    assert (sent["allreduce_"] - scalars) * 2 * replicated == planned.all_reduce
 
 
 # The ledger itself. Without gradients fake tensors need no guard.
