@@ -42,11 +42,11 @@ def rounded_product(left: Tensor, right: Tensor, add: Tensor | None = None) -> T
     return (exact if add is None else exact + add).bfloat16()
 
 
-def add_product_(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """x += left·right for a float32 stack x."""
+def add_product_(x: Tensor, left: Tensor, right: Tensor, times: float = 1) -> Tensor:
+    """x ← times·x + left·right for a float32 stack x."""
     if x.is_cuda:
-        return torch.baddbmm(x, left, right, out_dtype=torch.float32, out=x)
-    return x.baddbmm_(left.float(), right.float())
+        return torch.baddbmm(x, left, right, beta=times, out_dtype=torch.float32, out=x)
+    return x.baddbmm_(left.float(), right.float(), beta=times)
 
 
 def product_x3(left: Tensor, right: Tensor) -> Tensor:
@@ -85,9 +85,9 @@ def exp_operand(exponent: Tensor, squarings: int) -> tuple[Tensor, Tensor]:
     tail = rounded_product(*kernels.tail_operands(square, exponent, scale))
     operand = kernels.change_right(square, exponent, tail, scale)
     for _ in range(squarings):  # (I+C)² - I = 2C + C²
-        width = exponent.shape[-1]
-        change = operand[:, :width].float() + operand[:, width : 2 * width]
-        operand = kernels.split_right(change.mul(2).add_(product_x3(change, change)))
+        hi, lo, _ = operand.chunk(3, dim=1)
+        left, change = torch.cat([hi, hi, lo], dim=2), hi.float().add_(lo)
+        operand = kernels.split_right(add_product_(change, left, operand, times=2))
     return operand, shrink
 
 
