@@ -8,8 +8,9 @@ length. With hi = bf16(x) and lo = bf16(x - hi), |x - hi - lo| ≤ 2^-17·|x| an
 misses at most 2^-15·|a||b|: half of it is lo·lo. `split_left` and `split_right` make the operands.
 
 Stacks are [k, d, d]. Each operator is its reference on the CPU and one launch of a Triton kernel on
-CUDA, which reads and writes every number once. There a stack may have any stride between its
-matrices, so that it can be a view; each matrix is contiguous.
+CUDA, which reads and writes every number once; of a skew or symmetric matrix it reads the upper
+half alone. There a stack may have any stride between its matrices, so that it can be a view; each
+matrix is contiguous.
 """
 
 import functools
@@ -35,6 +36,12 @@ def split_right_reference(x: Tensor) -> Tensor:
     """[hi ; lo ; hi], bf16 [k, 3d, d]."""
     hi, lo = _halves(x)
     return torch.cat([hi, lo, hi], dim=1)
+
+
+def split_transposed_reference(x: Tensor) -> Tensor:
+    """[hi | lo | hi], bf16 [k, d, 3d]: the transpose of `split_right` of xᵀ."""
+    hi, lo = _halves(x)
+    return torch.cat([hi, lo, hi], dim=2)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,12 +92,33 @@ def moments_reference_(
     return torch.where(usable, exponent, 0)
 
 
+def norm_parts_reference(square: Tensor) -> Tensor:
+    """For each matrix of S = A² some numbers whose sum is ‖S‖_F².
+
+    A is skew, so S is symmetric but for the rounding of its sums: from here on its upper triangle
+    stands for both halves.
+    """
+    parts = _parts_shape(square).zero_()
+    parts[:, 0] = _symmetric(square).square().sum((1, 2))
+    return parts
+
+
+def _symmetric(square: Tensor) -> Tensor:
+    return square.triu() + square.triu(1).mT
+
+
+def shrink_reference(parts: Tensor, reach: float) -> Tensor:
+    """t = min(1, reach/ρ) of each matrix, ρ = (‖S‖_F²/2)^¼, from the parts of ‖S‖_F²."""
+    rho = (parts.sum(1) / 2).sqrt().sqrt()
+    return reach / rho.clamp(min=reach)
+
+
 def tail_operands_reference(
     square: Tensor, exponent: Tensor, shrink: Tensor
 ) -> tuple[Tensor, Tensor]:
     """bf16 of S = A² and of t³/6·A + t⁴/24·S: their product is the third and fourth Taylor terms
     of exp(tA), t the number of each matrix in `shrink`."""
-    t = shrink[:, None, None]
+    t, square = shrink[:, None, None], _symmetric(square)
     return square.bfloat16(), (t**3 / 6 * exponent + t**4 / 24 * square).bfloat16()
 
 
@@ -99,7 +127,7 @@ def change_right_reference(
 ) -> Tensor:
     """`split_right` of C = t·A + t²/2·S + tail, which is exp(tA) - I; bf16 [k, 3d, d]."""
     t = shrink[:, None, None]
-    change = t * exponent + t**2 / 2 * square
+    change = t * exponent + t**2 / 2 * _symmetric(square)
     return split_right_reference(change if tail is None else change + tail)
 
 
@@ -117,6 +145,11 @@ def _split_right_shape(x: Tensor) -> Tensor:
     return x.new_empty(k, 3 * d, d, dtype=torch.bfloat16)
 
 
+def _parts_shape(square: Tensor) -> Tensor:
+    tiles = _ceil(square.shape[-1], SYMMETRIC_TILE)
+    return square.new_empty(len(square), tiles * (tiles + 1) // 2)
+
+
 def _same_shape(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.bfloat16)
 
@@ -131,7 +164,10 @@ tl: Any = SimpleNamespace(constexpr="constexpr")
 
 
 @no_type_check
-def _split_left_kernel(x, out, stride, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _split_left_kernel(
+    x, out, stride, d, LO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """LO: the third that is lo, the last or the middle one."""
     batch = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -141,12 +177,11 @@ def _split_left_kernel(x, out, stride, d, ROWS: tl.constexpr, COLUMNS: tl.conste
     lo = (value - hi.to(tl.float32)).to(tl.bfloat16)
     out += batch * (3 * d * d) + row * (3 * d) + column
     tl.store(out, hi, mask=inside)
-    tl.store(out + d, hi, mask=inside)
-    tl.store(out + 2 * d, lo, mask=inside)
+    tl.store(out + (3 - LO) * d, hi, mask=inside)
+    tl.store(out + LO * d, lo, mask=inside)
 
 
-# All others but the moments take a matrix as one run of d² numbers. Those of [hi ; lo ; hi] are
-# three such runs.
+# Where halves do not matter a matrix is one run of d² numbers, and [hi ; lo ; hi] three such runs.
 @no_type_check
 def _split_right_kernel(x, out, stride, d, BLOCK: tl.constexpr):
     batch = tl.program_id(1).to(tl.int64)
@@ -238,20 +273,59 @@ def _moments_kernel(
         tl.store(exponent + lower, (-move).to(tl.bfloat16), mask=inside)
 
 
+# The symmetric and skew matrices of the series go by pairs of tiles too.
+@no_type_check
+def _norm_parts_kernel(square, parts, square_stride, count, d, TILE: tl.constexpr):
+    i, j = tl.program_id(1), tl.program_id(0)
+    if j < i:
+        return
+    batch = tl.program_id(2).to(tl.int64)
+    row = i * TILE + tl.arange(0, TILE)[:, None]
+    column = j * TILE + tl.arange(0, TILE)[None, :]
+    inside = (row < d) & (column < d) & (row <= column)
+    s = tl.load(square + batch * square_stride + row * d + column, mask=inside, other=0.0)
+    total = tl.sum(tl.sum(tl.where(row < column, 2.0, 1.0) * s * s, axis=1), axis=0)
+    tl.store(parts + batch * count + j * (j + 1) // 2 + i, total)
+
+
+@no_type_check
+def _shrink_kernel(parts, out, count, reach, BLOCK: tl.constexpr):
+    batch = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, count, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        total += tl.load(parts + batch * count + part, mask=part < count, other=0.0)
+    rho = tl.sqrt_rn(tl.sqrt_rn(tl.sum(total, axis=0) * 0.5))
+    rho = tl.where(rho <= reach, reach, rho)  # NaN stays NaN
+    tl.store(out + batch, tl.div_rn(reach, rho))
+
+
 @no_type_check
 def _tail_operands_kernel(
-    square, exponent, shrink, out, tail, square_stride, exponent_stride, d, BLOCK: tl.constexpr
+    square, exponent, shrink, out, tail, square_stride, exponent_stride, d, TILE: tl.constexpr
 ):
-    batch = tl.program_id(1).to(tl.int64)
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < d * d
+    i, j = tl.program_id(1), tl.program_id(0)
+    if j < i:
+        return
+    batch = tl.program_id(2).to(tl.int64)
+    row = i * TILE + tl.arange(0, TILE)[:, None]
+    column = j * TILE + tl.arange(0, TILE)[None, :]
+    upper, lower = row * d + column, column * d + row
+    inside = (row < d) & (column < d)
+
     t = tl.load(shrink + batch)
-    s = tl.load(square + batch * square_stride + entry, mask=inside)
-    a = tl.load(exponent + batch * exponent_stride + entry, mask=inside).to(tl.float32)
-    third, fourth = t * t * t * (1 / 6), t * t * t * t * (1 / 24)
-    place = batch * (d * d) + entry
-    tl.store(out + place, s.to(tl.bfloat16), mask=inside)
-    tl.store(tail + place, (third * a + fourth * s).to(tl.bfloat16), mask=inside)
+    s = tl.load(square + batch * square_stride + upper, mask=inside, other=0.0)
+    if i == j:
+        s = tl.where(row <= column, s, tl.trans(s))
+    a = tl.load(exponent + batch * exponent_stride + upper, mask=inside).to(tl.float32)
+    odd, even = t * t * t * (1 / 6) * a, t * t * t * t * (1 / 24) * s
+    out += batch * (d * d)
+    tail += batch * (d * d)
+    tl.store(out + upper, s.to(tl.bfloat16), mask=inside)
+    tl.store(tail + upper, (odd + even).to(tl.bfloat16), mask=inside)
+    if i < j:
+        tl.store(out + lower, s.to(tl.bfloat16), mask=inside)
+        tl.store(tail + lower, (even - odd).to(tl.bfloat16), mask=inside)
 
 
 @no_type_check
@@ -265,23 +339,42 @@ def _change_right_kernel(
     exponent_stride,
     tail_stride,
     d,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    batch = tl.program_id(1).to(tl.int64)
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < d * d
+    i, j = tl.program_id(1), tl.program_id(0)
+    if j < i:
+        return
+    batch = tl.program_id(2).to(tl.int64)
+    row = i * TILE + tl.arange(0, TILE)[:, None]
+    column = j * TILE + tl.arange(0, TILE)[None, :]
+    upper, lower = row * d + column, column * d + row
+    inside = (row < d) & (column < d)
+
     t = tl.load(shrink + batch)
-    s = tl.load(square + batch * square_stride + entry, mask=inside)
-    a = tl.load(exponent + batch * exponent_stride + entry, mask=inside).to(tl.float32)
-    value = t * a + t * t * 0.5 * s
+    s = tl.load(square + batch * square_stride + upper, mask=inside, other=0.0)
+    if i == j:
+        s = tl.where(row <= column, s, tl.trans(s))
+    a = tl.load(exponent + batch * exponent_stride + upper, mask=inside).to(tl.float32)
+    odd, even = t * a, t * t * 0.5 * s
+    out += batch * (3 * d * d)
+    value = odd + even
     if tail is not None:
-        value += tl.load(tail + batch * tail_stride + entry, mask=inside).to(tl.float32)
+        tail += batch * tail_stride
+        value += tl.load(tail + upper, mask=inside).to(tl.float32)
     hi = value.to(tl.bfloat16)
     lo = (value - hi.to(tl.float32)).to(tl.bfloat16)
-    out += batch * (3 * d * d) + entry
-    tl.store(out, hi, mask=inside)
-    tl.store(out + d * d, lo, mask=inside)
-    tl.store(out + 2 * d * d, hi, mask=inside)
+    tl.store(out + upper, hi, mask=inside)
+    tl.store(out + d * d + upper, lo, mask=inside)
+    tl.store(out + 2 * d * d + upper, hi, mask=inside)
+    if i < j:
+        value = even - odd
+        if tail is not None:
+            value += tl.load(tail + lower, mask=inside).to(tl.float32)
+        hi = value.to(tl.bfloat16)
+        lo = (value - hi.to(tl.float32)).to(tl.bfloat16)
+        tl.store(out + lower, hi, mask=inside)
+        tl.store(out + d * d + lower, lo, mask=inside)
+        tl.store(out + 2 * d * d + lower, hi, mask=inside)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -290,6 +383,8 @@ def _change_right_kernel(
 # Blocks: four to eight numbers a thread, which leaves enough registers for many threads at once.
 
 BLOCK, ROWS, COLUMNS, TILE = 1024, 4, 256, 32
+SYMMETRIC_TILE = 64  # a row of it in bf16 is 128 bytes
+PARTS = 4096  # of a norm, at once
 
 
 @functools.cache
@@ -316,7 +411,8 @@ def _launch(kernel: Callable[..., Any], grid: tuple[int, ...], *args: Any, **opt
 
 def _stride(stack: Tensor) -> int:
     """From one matrix of a stack to the next."""
-    if not stack[:1].is_contiguous():
+    d = stack.shape[-1]
+    if d > 1 and stack.stride()[1:] != (d, 1):
         raise ValueError(f"matrices of strides {stack.stride()[1:]}: each must be contiguous")
     return stack.stride(0)
 
@@ -330,11 +426,21 @@ def _ceil(length: int, part: int) -> int:
     return -(-length // part)
 
 
-def _split_left_cuda(x: Tensor) -> Tensor:
+def _tiles(k: int, d: int) -> tuple[int, int, int]:
+    """The grid over the tiles of k symmetric or skew matrices."""
+    tiles = _ceil(d, SYMMETRIC_TILE)
+    return (tiles, tiles, k)
+
+
+def _split_left_cuda(x: Tensor, lo: int = 2) -> Tensor:
     out, (k, d, _) = _split_left_shape(x), x.shape
     grid = (_ceil(d, COLUMNS), _ceil(d, ROWS), k)
-    _launch(_split_left_kernel, grid, x, out, _stride(x), d, ROWS=ROWS, COLUMNS=COLUMNS)
+    _launch(_split_left_kernel, grid, x, out, _stride(x), d, LO=lo, ROWS=ROWS, COLUMNS=COLUMNS)
     return out
+
+
+def _split_transposed_cuda(x: Tensor) -> Tensor:
+    return _split_left_cuda(x, lo=1)
 
 
 def _split_right_cuda(x: Tensor) -> Tensor:
@@ -377,14 +483,32 @@ def _moments_cuda_(
     return out
 
 
+def _norm_parts_cuda(square: Tensor) -> Tensor:
+    parts, (k, d, _) = _parts_shape(square), square.shape
+    _launch(
+        _norm_parts_kernel,
+        _tiles(k, d),
+        *(square, parts, _stride(square), parts.shape[1], d),
+        TILE=SYMMETRIC_TILE,
+        num_warps=8,
+    )
+    return parts
+
+
+def _shrink_cuda(parts: Tensor, reach: float) -> Tensor:
+    (k, count), out = parts.shape, parts.new_empty(len(parts))
+    _launch(_shrink_kernel, (k,), parts, out, count, reach, BLOCK=PARTS, num_warps=8)
+    return out
+
+
 def _tail_operands_cuda(square: Tensor, exponent: Tensor, shrink: Tensor) -> tuple[Tensor, Tensor]:
     out, tail, (k, d, _) = _same_shape(square), _same_shape(square), square.shape
     _launch(
         _tail_operands_kernel,
-        _run(k, d),
-        *(square, exponent, shrink.contiguous(), out, tail),
-        *(_stride(square), _stride(exponent), d),
-        BLOCK=BLOCK,
+        _tiles(k, d),
+        *(square, exponent, shrink, out, tail, _stride(square), _stride(exponent), d),
+        TILE=SYMMETRIC_TILE,
+        num_warps=8,
     )
     return out, tail
 
@@ -395,10 +519,11 @@ def _change_right_cuda(
     out, (k, d, _) = _split_right_shape(square), square.shape
     _launch(
         _change_right_kernel,
-        _run(k, d),
-        *(square, exponent, tail, shrink.contiguous(), out),
+        _tiles(k, d),
+        *(square, exponent, tail, shrink, out),
         *(_stride(square), _stride(exponent), 0 if tail is None else _stride(tail), d),
-        BLOCK=BLOCK,
+        TILE=SYMMETRIC_TILE,
+        num_warps=8,
     )
     return out
 
@@ -420,7 +545,13 @@ def _operator(
     operator = torch.library.custom_op(
         f"lipnext::{name}", reference, mutates_args=mutates, device_types="cpu"
     )
-    operator.register_fake(shape)
+
+    @operator.register_fake
+    def _(*args: Any) -> Any:
+        for stack in args:
+            if isinstance(stack, Tensor) and stack.ndim == 3 and stack.is_cuda:
+                _stride(stack)  # what a launch refuses, refuse without a GPU too
+        return shape(*args)
 
     @operator.register_kernel("cuda")
     def _(*args: Any) -> Any:
@@ -431,6 +562,9 @@ def _operator(
 
 split_left = _operator("split_left", split_left_reference, _split_left_cuda, _split_left_shape)
 split_right = _operator("split_right", split_right_reference, _split_right_cuda, _split_right_shape)
+split_transposed = _operator(
+    "split_transposed", split_transposed_reference, _split_transposed_cuda, _split_left_shape
+)
 scaled_cast = _operator("scaled_cast", scaled_cast_reference, _scaled_cast_cuda, _same_shape)
 moments_ = _operator(
     "moments_",
@@ -438,6 +572,10 @@ moments_ = _operator(
     _moments_cuda_,
     _same_shape,
     mutates=("exp_avg", "exp_avg_sq", "buffer"),
+)
+norm_parts = _operator("norm_parts", norm_parts_reference, _norm_parts_cuda, _parts_shape)
+shrink = _operator(
+    "shrink", shrink_reference, _shrink_cuda, lambda parts, _: parts.new_empty(len(parts))
 )
 tail_operands = _operator(
     "tail_operands",

@@ -10,7 +10,7 @@ The exponent A is itself rounded to bfloat16. Rounding is odd, so A stays exactl
 then made of exact operands: what is lost is a part of the step's direction, not of orthogonality.
 
 The host learns nothing and decides nothing here: the order is 4, the squarings follow from the
-learning rate, and a matrix whose A is too large for them is moved less far (`shrink_to`).
+learning rate, and a matrix whose A is too large for them is moved less far (`reach_of`).
 """
 
 import math
@@ -42,15 +42,17 @@ def rounded_product(left: Tensor, right: Tensor, add: Tensor | None = None) -> T
     return (exact if add is None else exact + add).bfloat16()
 
 
-def add_product_(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """x += left·right for a float32 stack x."""
+def add_product_(x: Tensor, left: Tensor, right: Tensor, times: float = 1) -> Tensor:
+    """x ← times·x + left·right for a float32 stack x."""
     if x.is_cuda:
-        return torch.baddbmm(x, left, right, out_dtype=torch.float32, out=x)
-    return x.baddbmm_(left.float(), right.float())
+        return torch.baddbmm(x, left, right, beta=times, out_dtype=torch.float32, out=x)
+    return x.baddbmm_(left.float(), right.float(), beta=times)
 
 
 def product_x3(left: Tensor, right: Tensor) -> Tensor:
-    """left·right of float32 stacks to 2⁻¹⁵ of its terms at most."""
+    """left·right of float32 stacks to 2⁻¹⁵ of its terms at most; `right` may be transposed."""
+    if right.stride(1) == 1:
+        return product(kernels.split_left(left), kernels.split_transposed(right.mT).mT)
     return product(kernels.split_left(left), kernels.split_right(right))
 
 
@@ -65,29 +67,27 @@ def squarings_for(lr: float, width: int, steps: float) -> int:
     return squarings
 
 
-def shrink_to(square: Tensor, squarings: int) -> Tensor:
-    """Factors t ≤ 1 of the exponents A, so that t·A is within what the squarings are good for.
+def reach_of(width: int, squarings: int) -> float:
+    """ρ = (‖A²‖_F²/2)^¼ of an exponent A up to which the squarings are good enough.
 
-    ρ = (‖A²‖_F²/2)^¼ ≥ ‖A‖₂, as eigenvalues come in pairs; for a random A it is d^¼/2 times as
-    large, which the limit allows for. It acts on steps far larger than Adam's usual ones.
+    ρ ≥ ‖A‖₂, as eigenvalues come in pairs; for a random A it is d^¼/2 times as large, which the
+    limit allows for. An A beyond it is shrunk: a step far larger than Adam's usual ones.
     """
     reach = (72 * TOLERANCE) ** (1 / 6) * 2**squarings  # ρ⁶/72 of order 4
-    reach *= max(1.0, square.shape[-1] ** 0.25 / 2)
-    rho = (torch.linalg.matrix_norm(square).square() / 2).pow(0.25)
-    return (reach / rho.clamp_min(1e-30)).clamp(max=1.0)
+    return reach * max(1.0, width**0.25 / 2)
 
 
 def exp_operand(exponent: Tensor, squarings: int) -> tuple[Tensor, Tensor]:
     """(C = exp(t·A) - I as the right operand of a bf16x3 product, t) for bfloat16 skew stacks A."""
     square = product(exponent, exponent)
-    shrink = shrink_to(square, squarings)
-    scale = shrink * 0.5**squarings
+    shrink = kernels.shrink(kernels.norm_parts(square), reach_of(square.shape[-1], squarings))
+    scale = shrink * 0.5**squarings if squarings else shrink
     tail = rounded_product(*kernels.tail_operands(square, exponent, scale))
     operand = kernels.change_right(square, exponent, tail, scale)
     for _ in range(squarings):  # (I+C)² - I = 2C + C²
-        width = exponent.shape[-1]
-        change = operand[:, :width].float() + operand[:, width : 2 * width]
-        operand = kernels.split_right(change.mul(2).add_(product_x3(change, change)))
+        hi, lo, _ = operand.chunk(3, dim=1)
+        left, change = torch.cat([hi, hi, lo], dim=2), hi.float().add_(lo)
+        operand = kernels.split_right(add_product_(change, left, operand, times=2))
     return operand, shrink
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lipnext_scale import manifold
-from lipnext_scale.manifold import kernels
+from lipnext_scale.manifold import kernels, tensor_core
 from lipnext_scale.optim.manifold_adam import adam_direction
 
 ADAM = (0.9, 0.99, 1e-8, -0.02)  # β1, β2, eps, scale
@@ -37,6 +37,7 @@ def calls(k: int, d: int) -> Iterator[tuple[str, tuple]]:
     a, tail = (manifold.skew(stack(k, d, seed)).bfloat16() for seed in (1, 2))
     yield "split_left", (x,)
     yield "split_right", (x,)
+    yield "split_transposed", (x,)
     yield "scaled_cast", (x, factor, yes)
     yield "scaled_cast", (nan, factor * torch.nan, no)
     for product, buffer, usable, synchronise in (
@@ -49,6 +50,10 @@ def calls(k: int, d: int) -> Iterator[tuple[str, tuple]]:
         m, v, b = (stack(k, d, seed) for seed in (3, 4, 5))
         m.copy_(manifold.skew(m)), b.copy_(manifold.skew(b)), v.copy_(manifold.skew(v) ** 2)
         yield "moments_", (product, m, v, b if buffer else None, usable, *ADAM, synchronise)
+    yield "norm_parts", (x,)
+    yield "shrink", (torch.full((k, 5000), 1e-3), 0.5)
+    yield "shrink", (torch.zeros(k, 3), 0.5)
+    yield "shrink", (torch.full((k, 3), torch.nan), 0.5)
     yield "tail_operands", (x, a, t)
     yield "change_right", (x, a, tail, t)
     yield "change_right", (x, a, None, t)
@@ -76,6 +81,14 @@ def test_split_of_the_worst_number_comes_near_that_bound():
     worst = torch.full((1, 1, 1), 1 + 2**-8 - 2**-17 - 2**-23)
     product = kernels.split_left(worst).double() @ kernels.split_right(worst).double()
     assert (worst.double() ** 2 - product).item() > 0.97 * 2**-15
+
+
+def test_split_product_with_a_transposed_stack():
+    a, b = stack(2, 33), stack(2, 33, seed=1)
+    wanted = tensor_core.product_x3(a, b.mT.contiguous())
+    torch.testing.assert_close(tensor_core.product_x3(a, b.mT), wanted)
+    parts = kernels.split_transposed(b).mT
+    assert torch.equal(parts, kernels.split_right(b.mT.contiguous()))
 
 
 def test_moments_are_those_of_adam_but_for_the_rounding_of_the_direction():
@@ -137,6 +150,27 @@ def test_change_with_its_tail_is_the_exponential_less_one():
     assert error < 2**-16 + 0.15**4 / 120 + 3 * 2**-8 * 0.15**2 / 6
 
 
+def test_upper_triangle_of_the_square_stands_for_both():
+    a, t = manifold.skew(stack(2, 70)).bfloat16(), torch.tensor([1.0, 0.5])
+    square = a.float() @ a.float()
+    spoiled = square + stack(2, 70, seed=1).tril(-1)
+    assert torch.equal(kernels.norm_parts(square), kernels.norm_parts(spoiled))
+    for one, two in zip(
+        (*kernels.tail_operands(square, a, t), kernels.change_right(square, a, None, t)),
+        (*kernels.tail_operands(spoiled, a, t), kernels.change_right(spoiled, a, None, t)),
+        strict=True,
+    ):
+        assert torch.equal(one, two)
+
+
+def test_shrink_reaches_what_it_may_and_no_further():
+    square = torch.stack([torch.eye(6) * -x for x in (0.0, 0.01, 4.0)])
+    t = kernels.shrink(kernels.norm_parts(square), 0.5)
+    rho = (torch.linalg.matrix_norm(square).square() / 2).pow(0.25)
+    assert t[:2].eq(1).all() and rho[1] < 0.5
+    torch.testing.assert_close(t[2] * rho[2], torch.tensor(0.5))
+
+
 # --------------------------------------------------------------------------------------------------
 # Operators.
 
@@ -169,6 +203,13 @@ def test_a_launch_on_fake_cuda_tensors_is_one_operator():
                 result = getattr(kernels, name)(*arguments)
             assert seen.names == [f"lipnext.{name}.default"]
             assert all(x.device.type == "cuda" for x in tree_flatten(result)[0])
+
+
+def test_what_a_launch_refuses_is_refused_without_a_gpu():
+    with FakeTensorMode():
+        x = torch.empty(2, 5, 5, device="cuda")
+        with pytest.raises(ValueError, match="contiguous"):
+            kernels.split_right(x.mT)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -210,9 +251,14 @@ def tensors(*tree: object) -> list[Tensor]:
 
 
 def compare(name: str, found: Tensor, wanted: Tensor) -> None:
-    """Equal, but for powers of t: they may be rounded otherwise, and then the last bit differs."""
+    """Equal, but for sums, and for powers of t, which may be rounded otherwise: then the last bit
+    differs."""
     found, wanted = found.float(), wanted.float()
-    if name == "tail_operands":
+    if name == "norm_parts" and wanted.ndim == 2:
+        torch.testing.assert_close(found.sum(1), wanted.sum(1))
+    elif name == "shrink":
+        torch.testing.assert_close(found, wanted, equal_nan=True)
+    elif name == "tail_operands":
         torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-6)
     elif name == "change_right" and wanted.ndim == 3 and wanted.shape[1] == 3 * wanted.shape[2]:
         (hi, lo, again), (hi_wanted, lo_wanted, _) = (x.chunk(3, dim=1) for x in (found, wanted))
@@ -247,6 +293,8 @@ def test_kernels_compile_without_spills(arch, d, monkeypatch, tmp_path):
         usage = registers(triton, code.asm["cubin"], tmp_path / "code.cubin")
         print(kernel.__name__, f"sm_{arch}", f"d = {d}", usage)
         assert usage["STACK"] == usage["LOCAL"] == 0  # where spilled registers would be
+        if kernel in (kernels._norm_parts_kernel, kernels._shrink_kernel):
+            continue  # a program stores one number
         assert "cvt.rn.bf16" in code.asm["ptx"]  # rounded to nearest
         if d % 16 == 0:
             assert not re.search(r"st\.global\.b", code.asm["ptx"])  # stored in vectors

@@ -307,12 +307,20 @@ def _activate_backward(named: dict[str, Any], made: list[Tensor]) -> tuple[int, 
 def _moments(named: dict[str, Any], made: list[Tensor]) -> tuple[int, int]:
     """P is read whole, the state by its upper tiles; all of it is written."""
     state = _tensors([named["exp_avg"], named["exp_avg_sq"], named["buffer"]])
-    return _size(named["product"]) + sum(map(_upper, state)), sum(map(_size, state + made))
+    read = _size(named["product"]) + sum(_upper(x, kernels.TILE) for x in state)
+    return read, sum(map(_size, state + made))
 
 
-def _upper(stack: Tensor) -> int:
+def _of_series(named: dict[str, Any], made: list[Tensor]) -> tuple[int, int]:
+    """S and A are read by their upper tiles."""
+    halves = _tensors([named["square"], named.get("exponent")])
+    read = sum(_upper(x, kernels.SYMMETRIC_TILE) for x in halves)
+    return read + sum(map(_size, _tensors(named.get("tail")))), sum(map(_size, made))
+
+
+def _upper(stack: Tensor, tile: int) -> int:
     """Bytes of the tiles on and above the diagonals of a stack [k, d, d]."""
-    d, tile = stack.shape[-1], kernels.TILE
+    d = stack.shape[-1]
     entries = sum(min(tile, d - i) * (d - i) for i in range(0, d, tile))
     return len(stack) * entries * stack.element_size()
 
@@ -322,6 +330,9 @@ PARTS = {
     "shift": _shift,
     "activate_backward": _activate_backward,
     "moments_": _moments,
+    "norm_parts": _of_series,
+    "tail_operands": _of_series,
+    "change_right": _of_series,
 }
 
 
