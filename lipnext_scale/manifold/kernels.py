@@ -85,19 +85,27 @@ def moments_reference_(
     return torch.where(usable, exponent, 0)
 
 
+CUBIC = 0.1464466094067262  # (2-√2)/4
+
+
 def tail_operands_reference(
     square: Tensor, exponent: Tensor, shrink: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """bf16 of S = A² and of t³/6·A + t⁴/24·S: their product is the third and fourth Taylor terms
-    of exp(tA), t the number of each matrix in `shrink`."""
+    """bf16 of S = A² and of c·t³·A + c²·t⁴·S, t the number of each matrix in `shrink`.
+
+    Their product ends p = 1 + tA + (tA)²/2 + c·(tA)³ + c²·(tA)⁴. With Taylor's 1/6 and 1/24 its
+    eigenvalues p(iλ) have |p|² = 1 - λ⁶/72 + …; with c = CUBIC they have |p|² = 1 + c⁴·λ⁸, so
+    more orthogonal for the same products. It leaves exp(tA) by 0.02·λ³, in the angle alone.
+    """
     t = shrink[:, None, None]
-    return square.bfloat16(), (t**3 / 6 * exponent + t**4 / 24 * square).bfloat16()
+    c = CUBIC
+    return square.bfloat16(), (c * t**3 * exponent + c**2 * t**4 * square).bfloat16()
 
 
 def change_right_reference(
     square: Tensor, exponent: Tensor, tail: Tensor | None, shrink: Tensor
 ) -> Tensor:
-    """`split_right` of C = t·A + t²/2·S + tail, which is exp(tA) - I; bf16 [k, 3d, d]."""
+    """`split_right` of C = t·A + t²/2·S + tail, about exp(tA) - I; bf16 [k, 3d, d]."""
     t = shrink[:, None, None]
     change = t * exponent + t**2 / 2 * square
     return split_right_reference(change if tail is None else change + tail)
@@ -248,7 +256,8 @@ def _tail_operands_kernel(
     t = tl.load(shrink + batch)
     s = tl.load(square + batch * square_stride + entry, mask=inside)
     a = tl.load(exponent + batch * exponent_stride + entry, mask=inside).to(tl.float32)
-    third, fourth = t * t * t * (1 / 6), t * t * t * t * (1 / 24)
+    c = 0.1464466094067262  # CUBIC
+    third, fourth = c * t * t * t, c * c * t * t * t * t
     place = batch * (d * d) + entry
     tl.store(out + place, s.to(tl.bfloat16), mask=inside)
     tl.store(tail + place, (third * a + fourth * s).to(tl.bfloat16), mask=inside)
