@@ -113,19 +113,26 @@ def shrink_reference(parts: Tensor, reach: float) -> Tensor:
     return reach / rho.clamp(min=reach)
 
 
+CUBIC = 0.1464466094067262  # (2-√2)/4
+
+
 def tail_operands_reference(
     square: Tensor, exponent: Tensor, shrink: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """bf16 of S = A² and of t³/6·A + t⁴/24·S: their product is the third and fourth Taylor terms
-    of exp(tA), t the number of each matrix in `shrink`."""
-    t, square = shrink[:, None, None], _symmetric(square)
-    return square.bfloat16(), (t**3 / 6 * exponent + t**4 / 24 * square).bfloat16()
+    """bf16 of S = A² and of c·t³·A + c²·t⁴·S, t the number of each matrix in `shrink`.
+
+    Their product ends p = 1 + tA + (tA)²/2 + c·(tA)³ + c²·(tA)⁴. With Taylor's 1/6 and 1/24 its
+    eigenvalues p(iλ) have |p|² = 1 - λ⁶/72 + …; with c = CUBIC they have |p|² = 1 + c⁴·λ⁸, so
+    more orthogonal for the same products. It leaves exp(tA) by 0.02·λ³, in the angle alone.
+    """
+    t, c, square = shrink[:, None, None], CUBIC, _symmetric(square)
+    return square.bfloat16(), (c * t**3 * exponent + c**2 * t**4 * square).bfloat16()
 
 
 def change_right_reference(
     square: Tensor, exponent: Tensor, tail: Tensor | None, shrink: Tensor
 ) -> Tensor:
-    """`split_right` of C = t·A + t²/2·S + tail, which is exp(tA) - I; bf16 [k, 3d, d]."""
+    """`split_right` of C = t·A + t²/2·S + tail, about exp(tA) - I; bf16 [k, 3d, d]."""
     t = shrink[:, None, None]
     change = t * exponent + t**2 / 2 * _symmetric(square)
     return split_right_reference(change if tail is None else change + tail)
@@ -318,7 +325,8 @@ def _tail_operands_kernel(
     if i == j:
         s = tl.where(row <= column, s, tl.trans(s))
     a = tl.load(exponent + batch * exponent_stride + upper, mask=inside).to(tl.float32)
-    odd, even = t * t * t * (1 / 6) * a, t * t * t * t * (1 / 24) * s
+    c = 0.1464466094067262  # CUBIC
+    odd, even = c * t * t * t * a, c * c * t * t * t * t * s
     out += batch * (d * d)
     tail += batch * (d * d)
     tl.store(out + upper, s.to(tl.bfloat16), mask=inside)

@@ -9,8 +9,8 @@ rounding, and nothing divides it later, so this product takes each operand as hi
 The exponent A is itself rounded to bfloat16. Rounding is odd, so A stays exactly skew, and A² is
 then made of exact operands: what is lost is a part of the step's direction, not of orthogonality.
 
-The host learns nothing and decides nothing here: the order is 4, the squarings follow from the
-learning rate, and a matrix whose A is too large for them is moved less far (`reach_of`).
+The host learns nothing and decides nothing here: the squarings follow from the learning rate, and a
+matrix whose A is too large for them is moved less far (`exp_operand`).
 """
 
 import math
@@ -19,12 +19,16 @@ import torch
 from torch import Tensor
 
 from lipnext_scale.manifold import kernels
-from lipnext_scale.manifold.exponential import loss_after_squaring
 
-# ‖EᵀE - I‖₂ that truncating the series may cost a step: less than rounding costs it.
-TOLERANCE = 1e-6
-# What the entries of Adam's Δ/η are taken to be at most, in the mean: 0.13 to 0.23 were measured.
-USUAL_ENTRY = 0.5
+# ‖EᵀE - I‖₂ that the end of the series may cost a step of the usual size: less than rounding costs
+# it. The fast weights of Lookahead forget theirs when they next follow the slow ones.
+TOLERANCE, FAST_TOLERANCE = 1e-6, 3e-4
+# A step larger than usual may cost so many times as much, and is shortened beyond that.
+LARGEST = 4
+# The entries of Adam's Δ/η in the mean: 0.13 to 0.23 were measured, more while η is warming up.
+USUAL_ENTRY = 0.23
+# |p(iλ)|² - 1 = LOSS·λ⁸, see `kernels.tail_operands`.
+LOSS = kernels.CUBIC**4
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -56,33 +60,38 @@ def product_x3(left: Tensor, right: Tensor) -> Tensor:
     return product(kernels.split_left(left), kernels.split_right(right))
 
 
-def squarings_for(lr: float, width: int, steps: float) -> int:
+def reach(squarings: int, tolerance: float) -> float:
+    """The ‖A‖₂ up to which ‖EᵀE - I‖₂ is within the tolerance: 2ˢ times the loss of A/2ˢ."""
+    parts = 2.0**squarings
+    return parts * float(tolerance / parts / LOSS) ** (1 / 8)
+
+
+def squarings_for(lr: float, width: int, steps: float, tolerance: float = TOLERANCE) -> int:
     """How often to square, for an exponent that is the sum of so many steps.
 
-    A random skew matrix with entries of size a has the norm 2a√d.
+    Eigenvalues come in pairs, so ‖A‖₂ ≤ ‖A‖_F/√2. Training comes within 10 % of that: a few
+    directions make up most of Δ.
     """
-    rho, squarings = 2 * USUAL_ENTRY * lr * math.sqrt(width) * steps, 0
-    while loss_after_squaring(rho, squarings) > TOLERANCE:
+    rho, squarings = USUAL_ENTRY * lr * width * steps / math.sqrt(2), 0
+    while reach(squarings, tolerance) < rho:
         squarings += 1
     return squarings
 
 
-def reach_of(width: int, squarings: int) -> float:
-    """ρ = (‖A²‖_F²/2)^¼ of an exponent A up to which the squarings are good enough.
+def exp_operand(
+    exponent: Tensor, squarings: int, tolerance: float = TOLERANCE
+) -> tuple[Tensor, Tensor]:
+    """(C = exp(t·A) - I as the right operand of a bf16x3 product, t) for bfloat16 skew stacks A.
 
-    ρ ≥ ‖A‖₂, as eigenvalues come in pairs; for a random A it is d^¼/2 times as large, which the
-    limit allows for. An A beyond it is shrunk: a step far larger than Adam's usual ones.
+    t ≤ 1 of each matrix is such that t·A costs at most `LARGEST` times the tolerance:
+    (‖A²‖_F²/2)^¼ ≥ ‖A‖₂, as eigenvalues come in pairs.
     """
-    reach = (72 * TOLERANCE) ** (1 / 6) * 2**squarings  # ρ⁶/72 of order 4
-    return reach * max(1.0, width**0.25 / 2)
-
-
-def exp_operand(exponent: Tensor, squarings: int) -> tuple[Tensor, Tensor]:
-    """(C = exp(t·A) - I as the right operand of a bf16x3 product, t) for bfloat16 skew stacks A."""
     square = product(exponent, exponent)
-    shrink = kernels.shrink(kernels.norm_parts(square), reach_of(square.shape[-1], squarings))
+    shrink = kernels.shrink(kernels.norm_parts(square), reach(squarings, LARGEST * tolerance))
     scale = shrink * 0.5**squarings if squarings else shrink
-    tail = rounded_product(*kernels.tail_operands(square, exponent, scale))
+    # Squaring would multiply the rounding of the tail.
+    multiply = product if squarings else rounded_product
+    tail = multiply(*kernels.tail_operands(square, exponent, scale))
     operand = kernels.change_right(square, exponent, tail, scale)
     for _ in range(squarings):  # (I+C)² - I = 2C + C²
         hi, lo, _ = operand.chunk(3, dim=1)

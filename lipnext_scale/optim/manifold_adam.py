@@ -441,8 +441,10 @@ def _move_on_tensor_cores(
         synchronise,
     )
     steps = group["lookahead"] / 2 if synchronise else 1
-    squarings = tensor_core.squarings_for(group["lr"], point.shape[-1], steps)
-    operand, _ = tensor_core.exp_operand(exponent, squarings)
+    forgotten = group["lookahead"] and not synchronise
+    tolerance = tensor_core.FAST_TOLERANCE if forgotten else tensor_core.TOLERANCE
+    squarings = tensor_core.squarings_for(group["lr"], point.shape[-1], steps, tolerance)
+    operand, _ = tensor_core.exp_operand(exponent, squarings, tolerance)
     if synchronise:
         assert stack.slow is not None
         slow = stack.slow[part]
