@@ -31,11 +31,11 @@ USUAL_ENTRY = 0.23
 LOSS = kernels.CUBIC**4
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """left·right of bfloat16 stacks, in float32. Emulated where there are no tensor cores."""
     if left.is_cuda:
-        return torch.bmm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+        return torch.bmm(left, right, out_dtype=torch.float32, out=out)
+    return torch.bmm(left.float(), right.float(), out=out)
 
 
 def rounded_product(left: Tensor, right: Tensor, add: Tensor | None = None) -> Tensor:
@@ -53,11 +53,9 @@ def add_product_(x: Tensor, left: Tensor, right: Tensor, times: float = 1) -> Te
     return x.baddbmm_(left.float(), right.float(), beta=times)
 
 
-def product_x3(left: Tensor, right: Tensor) -> Tensor:
-    """left·right of float32 stacks to 2⁻¹⁵ of its terms at most; `right` may be transposed."""
-    if right.stride(1) == 1:
-        return product(kernels.split_left(left), kernels.split_transposed(right.mT).mT)
-    return product(kernels.split_left(left), kernels.split_right(right))
+def product_x3(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """left·rightᵀ of float32 stacks to 2⁻¹⁵ of its terms at most."""
+    return product(kernels.split_left(left), kernels.split_transposed(right).mT, out)
 
 
 def reach(squarings: int, tolerance: float) -> float:

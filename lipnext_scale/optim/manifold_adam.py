@@ -491,10 +491,12 @@ def write_weights_(group: dict[str, Any], parameter: Tensor, state: dict[str, An
     """W = M·Rᵀ of every pair in the product form."""
     if group["parametrisation"] == "merged":
         return
-    multiply = tensor_core.product_x3 if uses_tensor_cores(group, parameter) else torch.bmm
-    rotation, weight = as_pairs(parameter)
+    (rotation, weight), factor = as_pairs(parameter), state["factor"]
     for part in chunks(rotation):
-        weight[part] = multiply(state["factor"][part], rotation[part].mT)
+        if uses_tensor_cores(group, parameter):
+            tensor_core.product_x3(factor[part], rotation[part], out=weight[part])
+        else:
+            torch.bmm(factor[part], rotation[part].mT, out=weight[part])
 
 
 def replace_(old: Tensor, new: Tensor, usable: Tensor | None) -> None:
