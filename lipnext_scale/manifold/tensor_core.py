@@ -67,8 +67,8 @@ def reach(squarings: int, tolerance: float) -> float:
 def squarings_for(lr: float, width: int, steps: float, tolerance: float = TOLERANCE) -> int:
     """How often to square, for an exponent that is the sum of so many steps.
 
-    Eigenvalues come in pairs, so ‖A‖₂ ≤ ‖A‖_F/√2. Training comes within 10 % of that: a few
-    directions make up most of Δ.
+    Eigenvalues come in pairs, so ‖A‖₂ ≤ ‖A‖_F/√2. Early training comes near that: one plane makes
+    up most of Δ.
     """
     rho, squarings = USUAL_ENTRY * lr * width * steps / math.sqrt(2), 0
     while reach(squarings, tolerance) < rho:
