@@ -273,9 +273,10 @@ class Engine:
         loss.backward()
 
     def gradient_norm(self) -> Tensor:
-        """The global norm, equal on every rank."""
+        """The global norm, equal on every rank. In float64: a norm of 1e20 is not infinite."""
         gradients = self._gradients()
-        squares = torch.stack(torch._foreach_norm([g for g, _ in gradients])).double().square()
+        norms = torch._foreach_norm([g for g, _ in gradients], 2, torch.float64)
+        squares = torch.stack(norms).square()
         # Not a tensor of the counts, which the host would have to copy to the device.
         counted = torch.stack([s / n for s, (_, n) in zip(squares, gradients, strict=True)])
         return self._sum_over_ranks(counted.sum()).sqrt()

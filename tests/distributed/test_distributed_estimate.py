@@ -40,7 +40,7 @@ CASES: dict[int, list[list[str]]] = {
     4: [
         [FSDP, *UNEVEN],
         [FSDP, BF16, "model.depth=1"],
-        [HSDP, *UNEVEN],
+        [HSDP, *UNEVEN, TWICE],
         [HSDP, TWO_GROUPS, TWICE, LAST, BF16, BF16_SUMS],
         [ROW, "optim.lookahead=0", *UNEVEN],
         [ROW, HSDP, BF16],

@@ -1,8 +1,6 @@
 """Steps that are not finite: skipped alike on all engines, and resumed exactly."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +8,8 @@ import pytest
 import torch
 from gloo import run_processes
 from torch import Tensor
-from training.small import assert_same, small_recipe, state_of
+from training.small import assert_same, poison, small_recipe, state_of
 
-from lipnext_scale.training import trainer as trainer_module
 from lipnext_scale.training.trainer import Trainer
 from lipnext_scale.utils.errors import RunFailed
 
@@ -41,23 +38,6 @@ BF16 = [*ENGINES["ZeRO-2, offloaded"], "parallel.precision=bf16"]
 ENGINES |= {"ZeRO-2, bf16": BF16, "ZeRO-3, bf16": [*BF16, "parallel.zero_stage=3"]}
 # Those that keep weights and state in ways of their own: also stopped after the step.
 THOROUGH = ["single", "ddp", "banks", "rows", "ZeRO-2", "ZeRO-3"]
-
-
-@contextmanager
-def poison(trainer: Trainer, steps: set[int], by: float = torch.nan) -> Iterator[None]:
-    """The loss of these steps, counted from one, is NaN on the last rank; so are all gradients."""
-    healthy = trainer_module.compute_loss
-    is_last = trainer.processes.rank == trainer.processes.world_size - 1
-
-    def loss(*arguments: object) -> Tensor:
-        bad = is_last and trainer.step + 1 in steps
-        return healthy(*arguments) * (by if bad else 1.0)  # type: ignore[arg-type]
-
-    trainer_module.compute_loss = loss  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        trainer_module.compute_loss = healthy
 
 
 def train(directory: Path, steps: set[int], *overrides: str) -> Trainer:

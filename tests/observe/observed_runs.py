@@ -10,16 +10,16 @@ from training.small import final_state, small_recipe
 from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.training.trainer import Trainer
 
-# Three blocks of width 16, 14 steps an epoch. ε of Adam is large, so that engines agree
+# Four blocks of width 16, 14 steps an epoch. ε of Adam is large, so that engines agree
 # (docs/parallel.md); steps are, and exponentials cheap, so that the drift is more than rounding.
 CHANGED = """
-data.batch_size=100 data.augment.crop_padding=0 data.augment.flip=false model.depth=3
+data.batch_size=100 data.augment.crop_padding=0 data.augment.flip=false model.depth=4
 optim.epochs=2 optim.warmup_epochs=0 optim.lr=0.06 optim.eps=1e-2 optim.lookahead=3
 optim.exp_rule=paper
 run.eval_every=0 run.checkpoint_every=0 run.watch_every=2 run.watch_samples=101
 """.split()
 QUIET = ["run.log_every=100000", "run.watch_every=0", "run.per_depth=false"]
-DEPTH, WIDTH, LAST = 3, 16, 5
+DEPTH, WIDTH, LAST = 4, 16, 5
 BETAS, LR = (0.9, 0.999), 0.06
 
 

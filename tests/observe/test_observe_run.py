@@ -38,7 +38,7 @@ def test_every_log_interval_has_its_numbers(watched):
     assert [r["step"] for r in records(watched) if "watch/clean_accuracy" in r] == [2, 4]
 
 
-MODEL = {"depth": 3, "width": 16, "image_size": 8, "patch_size": 2, "in_channels": 1}
+MODEL = {"depth": DEPTH, "width": 16, "image_size": 8, "patch_size": 2, "in_channels": 1}
 
 
 def test_tensorboard_has_all_scalars_and_the_configuration(watched):

@@ -1,8 +1,11 @@
 """A run small enough to be repeated many times: two blocks of width 16, three steps an epoch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lipnext_scale.checkpoint import (
     StateShard,
@@ -13,6 +16,8 @@ from lipnext_scale.checkpoint import (
     verify_checkpoint,
 )
 from lipnext_scale.config.recipe import Recipe, load_recipe
+from lipnext_scale.training import trainer as trainer_module
+from lipnext_scale.training.trainer import Trainer
 
 SETTINGS = """
 data.train=builtin:digits/train-*.tar.gz data.test=builtin:digits/test-*.tar.gz
@@ -57,3 +62,20 @@ def assert_same(one: object, other: object, where: str = "state") -> None:
         assert torch.equal(one, other), where
     else:
         assert one == other, where
+
+
+@contextmanager
+def poison(trainer: Trainer, steps: set[int], by: float = torch.nan) -> Iterator[None]:
+    """The loss of these steps, counted from one, is NaN on the last rank; so are all gradients."""
+    healthy = trainer_module.compute_loss
+    is_last = trainer.processes.rank == trainer.processes.world_size - 1
+
+    def loss(*arguments: object) -> Tensor:
+        bad = is_last and trainer.step + 1 in steps
+        return healthy(*arguments) * (by if bad else 1.0)  # type: ignore[arg-type]
+
+    trainer_module.compute_loss = loss  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        trainer_module.compute_loss = healthy

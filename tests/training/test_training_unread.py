@@ -5,13 +5,14 @@ import signal
 from pathlib import Path
 
 import pytest
-from faults.test_faults_non_finite import SETTINGS, poison
-from small import STEPS, assert_same, final_state, small_recipe
+from small import STEPS, assert_same, final_state, poison, small_recipe
 
 from lipnext_scale.training.signals import StopRequest
 from lipnext_scale.training.trainer import Trainer
 from lipnext_scale.utils.errors import RunFailed, Stopped
 
+# As many steps in a quarter of the digits.
+FEW = ["data.train=builtin:digits/test-*.tar.gz", "data.batch_size=120", "run.eval_every=0"]
 SKIP, QUARTERLY = "run.on_non_finite=skip", ["run.log_every=4", "run.checkpoint_every=0"]
 
 
@@ -21,7 +22,7 @@ class Unread(Trainer):
 
 def run(kind: type[Trainer], directory: Path, steps: set[int], *overrides: str) -> Trainer:
     """These steps are not finite. Epochs have three of them."""
-    trainer = kind(small_recipe(directory, *SETTINGS, *overrides))
+    trainer = kind(small_recipe(directory, *FEW, *overrides))
     with poison(trainer, steps):
         trainer.run()
     return trainer
