@@ -11,6 +11,7 @@ from gloo import run_processes
 from small import small_recipe
 
 from lipnext_scale.distributed.engine import checksums
+from lipnext_scale.distributed.rows import RowManifoldAdam
 from lipnext_scale.training.trainer import Trainer
 from lipnext_scale.utils.config import ConfigError
 
@@ -49,14 +50,17 @@ def save_unequal_copies(rank: int, world: int, directory: Path, *overrides: str)
             assert equal.setdefault(name, checksum) == checksum
     require_rows_of_owners(trainer)
     trainer.train_step(next(batches))
-    trainer.close()
+    trainer.processes.close()
     return [said.getvalue(), str(count)]
 
 
 @torch.no_grad()
 def flip_a_bit(trainer: Trainer) -> None:
-    if owned := trainer.engine.owned_matrices():
-        numbers = next(iter(owned.owned.values())).view(-1)
+    owned = trainer.engine.owned_matrices()
+    if isinstance(owned, RowManifoldAdam):
+        found = (owned.owned_tensors(name) for name in owned.names)
+        index, tensors = next(pair for pair in found if pair is not None)
+        numbers = tensors["model"][index].view(-1)
     else:
         bias = trainer.optimizers.euclidean.state[trainer.model.head.bias]["slow"]
         numbers = bias.to_local() if hasattr(bias, "to_local") else bias
