@@ -22,6 +22,7 @@ from lipnext_scale.models import kernels as kernels_of_models
 ROOT = Path(__file__).parents[2]
 SMALL = ["model.depth=8", "model.width=1024", "model.blocks_per_bank=4"]
 ROW = "parallel.weight_layout=row"
+BANKS_OF_16 = "model.blocks_per_bank=16"  # two blocks of each on a rank: one for each replica
 
 
 def small(*settings: str, **others: Any) -> dict[str, Any]:
@@ -52,6 +53,12 @@ MORE_WALKS = {
     "1B on 2×8": {"config": "imagenet_1b", "nodes": 2},
     "2B on 1×8": {"config": "imagenet_2b"},
     "2B on 2×8": {"config": "imagenet_2b", "nodes": 2},
+    "1B on 2×8, 16": {"config": "imagenet_1b", "nodes": 2, "settings": [BANKS_OF_16]},
+    "2B on 2×8, 16": {"config": "imagenet_2b", "nodes": 2, "settings": [BANKS_OF_16]},
+    "2B on 1×8, merged": {
+        "config": "imagenet_2b",
+        "settings": ["optim.parametrisation=merged"],
+    },
     "1B on 1×8, row": {"config": "imagenet_1b", "settings": [ROW]},
     "2B on 2×8, row": {"config": "imagenet_2b", "nodes": 2, "settings": [ROW]},
 }
@@ -66,30 +73,33 @@ MORE_WALKS = {
 #   elementwise bytes of the manifold step for each number of the matrices that a rank moves
 #   minutes per epoch of ImageNet at batch 256
 BUDGETS = {
-    #                  fp32  M·R waits launch     MB  bytes minutes
-    "bank":            (  0,   0,    0,   6.8,    76,   75,  0.17),
-    "row":             (  0,   0,    0,   6.8,    76,  109,  0.16),
-    "HSDP":            (  0,   0,    0,   6.8,    38,   83,  0.12),
-    "HSDP, row":       (  0,   0,    0,   6.8,    38,  109,  0.10),
-    "accumulated":     (  0,   0,    0,  13.5,    76,   75,  0.20),
-    "recomputed":      (  0,   0,    0,   9.0,   116,   75,  0.21),
-    "resharded":       (  0,   0,    0,   6.8,    76,   75,  0.18),
-    "Lookahead":       (  0,   0,    0,   6.8,    76,   93,  0.17),
-    "logged":          (  4,   0,    0,   6.8,    76,   75,  0.19),
-    "retraction":      (  8,   0,    8,   6.8,    76,   75,  0.20),
-    "retraction, row": (  4,   0,    5,   6.8,    76,  109,  0.18),
-    "evaluation":      (  0,   0,    4,   2.3,   314,    0,  0.39),
-    "evaluation, row": (  0,   0,    6,   2.3,   314,    0,  0.38),
-    "checkpoint":      (  0,   0,    2,   0.0,     0,    0,  0.01),
-    "checkpoint, row": (  0,   0,    2,   0.0,     0,    0,  0.01),
-    "DDP":             (  0,   0,    0,   6.8,    76,  101,  0.19),
-    "one GPU":         (  0,   0,    0,   6.8,   608,   75,  1.03),
-    "1B on 1×8":       (  0,   0,    0,   6.4,   285,   75,  7.56),
-    "1B on 2×8":       (  0,   0,    0,   6.4,   143,   83,  4.92),
-    "2B on 1×8":       (  0,   0,    0,   6.4,   403,   75, 15.87),
-    "2B on 2×8":       (  0,   0,    0,   6.4,   202,   83, 10.71),
-    "1B on 1×8, row":  (  0,   0,    0,   7.5,   343,  102,  7.73),
-    "2B on 2×8, row":  (  0,   0,    0,   9.0,   297,  102, 10.73),
+    #                    fp32  M·R waits launch     MB  bytes minutes
+    "bank":              (  0,   0,    0,   6.8,    76,   75,  0.17),
+    "row":               (  0,   0,    0,   6.8,    76,  109,  0.16),
+    "HSDP":              (  0,   0,    0,   6.8,    38,   83,  0.12),
+    "HSDP, row":         (  0,   0,    0,   6.8,    38,  109,  0.10),
+    "accumulated":       (  0,   0,    0,  13.5,    76,   75,  0.20),
+    "recomputed":        (  0,   0,    0,   9.0,   116,   75,  0.21),
+    "resharded":         (  0,   0,    0,   6.8,    76,   75,  0.18),
+    "Lookahead":         (  0,   0,    0,   6.8,    76,   93,  0.17),
+    "logged":            (  4,   0,    0,   6.8,    76,   75,  0.19),
+    "retraction":        (  8,   0,    8,   6.8,    76,   75,  0.20),
+    "retraction, row":   (  4,   0,    5,   6.8,    76,  109,  0.18),
+    "evaluation":        (  0,   0,    4,   2.3,   314,    0,  0.39),
+    "evaluation, row":   (  0,   0,    6,   2.3,   314,    0,  0.38),
+    "checkpoint":        (  0,   0,    2,   0.0,     0,    0,  0.01),
+    "checkpoint, row":   (  0,   0,    2,   0.0,     0,    0,  0.01),
+    "DDP":               (  0,   0,    0,   6.8,    76,  101,  0.19),
+    "one GPU":           (  0,   0,    0,   6.8,   608,   75,  1.03),
+    "1B on 1×8":         (  0,   0,    0,   6.4,   285,   75,  7.56),
+    "1B on 2×8":         (  0,   0,    0,   6.4,   143,   83,  4.92),
+    "2B on 1×8":         (  0,   0,    0,   6.4,   403,   75, 15.87),
+    "2B on 2×8":         (  0,   0,    0,   6.4,   202,   83, 10.71),
+    "1B on 2×8, 16":     (  0,   0,    0,   6.2,   138,   89,  4.05),
+    "2B on 2×8, 16":     (  0,   0,    0,   6.2,   195,   89,  8.45),
+    "2B on 1×8, merged": (  0,   0,    0,   6.4,   403,   61, 14.75),
+    "1B on 1×8, row":    (  0,   0,    0,   7.5,   343,  102,  7.73),
+    "2B on 2×8, row":    (  0,   0,    0,   9.0,   297,  102, 10.73),
 }  # fmt: skip
 
 
