@@ -388,7 +388,8 @@ def _change_right_kernel(
 # --------------------------------------------------------------------------------------------------
 # Launches. Offsets within a matrix are 32 bits wide: 3d² < 2³¹, so d ≤ 26754.
 
-# Blocks: four to eight numbers a thread, which leaves enough registers for many threads at once.
+# Blocks: four to eight numbers a thread, in symmetric tiles sixteen, which leaves enough registers
+# for many threads at once.
 
 BLOCK, ROWS, COLUMNS, TILE = 1024, 4, 256, 32
 SYMMETRIC_TILE = 64  # a row of it in bf16 is 128 bytes
