@@ -162,7 +162,7 @@ def _same_shape(x: Tensor, *_: Any) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# Kernels. Plain functions until `_jit` makes them Triton's: nobody without a GPU should need it.
+# Kernels. Plain functions until `_jit` makes them Triton's, which only a GPU needs.
 # Triton's interpreter, which the tests use, cannot compute in bf16: values are float32 until they
 # are stored.
 

@@ -291,7 +291,7 @@ def activate_backward(
     """From the gradient of what `activate_` wrote to that of its rows; `out` may be `grad`.
 
     The sums of the parts are the gradients of pos [H·W = tokens] and of bias. A program writes its
-    own part and nobody adds to it, so that every run gives the same bits.
+    own part, which is written once, so that every run gives the same bits.
     """
     if pos_parts is not None:
         per_row = grad.sum(-1, dtype=pos_parts.dtype)

@@ -117,7 +117,7 @@ def step_with(rank: int, world: int, bad: float) -> tuple[str, bool, bool, bool]
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [float("nan"), 1e200])
 def test_a_gradient_that_one_replica_cannot_use_stops_all(bad: float) -> None:
-    """Not a number, or one whose square is none: nothing moves anywhere, and nobody waits."""
+    """Not a number, or one whose square is none: nothing moves anywhere, and no rank waits."""
     *others, last = run_processes(3, step_with, bad)
     assert last[0].startswith("the gradient of 0.bank is not finite, or its square is not")
     for found in others:

@@ -41,7 +41,7 @@ def test_a_run_and_its_export_are_the_same_model(run, tmp_path):
 
 
 def test_the_slow_weights_are_exported(run):
-    """Not the fast ones that training goes on with; W = M·Rᵀ is rounded once, whoever exports."""
+    """Not the fast ones that training goes on with; W = M·Rᵀ is rounded once in every export."""
     trainer = Trainer(small_recipe(run, "run.max_steps=8"))
     exported = load_model(run)
     assert not torch.equal(trainer.model.groups[0].bank, exported.groups[0].bank)

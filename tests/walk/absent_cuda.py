@@ -10,7 +10,7 @@ NAME = "NVIDIA H100 80GB HBM3"
 
 
 def install(wait: Callable[[str], None]) -> None:
-    """wait: is told where the host waits for a stream, an event or the device."""
+    """wait: called where the host waits for a stream, an event or the device."""
 
     class Event:
         def __init__(self, *_: Any, **__: Any) -> None: ...
