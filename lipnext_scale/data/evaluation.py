@@ -293,12 +293,12 @@ def require_fits(
         found = f"{catalog.key} has labels from {lowest} to {highest}"
         raise ConfigError("model.num_classes", num_classes, found)
     shapes = _some_shapes(catalog)
+    channels, height, width = max(shapes)
+    if channels != in_channels:
+        what = f"the images of {catalog.key} are {channels}×{height}×{width}"
+        raise ConfigError("model.in_channels", in_channels, what)
     for channels, height, width in [] if resized else shapes:
         if height != width or height != image_size:
             what = f"the images of {catalog.key} are {channels}×{height}×{width}"
             way = _RESIZED_BY.get(catalog.key, "augment.resize")
             raise ConfigError("model.image_size", image_size, f"{what}; {way} makes them fit")
-    channels, height, width = max(shapes)
-    if channels != in_channels:
-        what = f"the images of {catalog.key} are {channels}×{height}×{width}"
-        raise ConfigError("model.in_channels", in_channels, what)

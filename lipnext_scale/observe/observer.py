@@ -80,7 +80,8 @@ class Observer:
 
             draw_summary(self._directory, self._directory.summary)
         except Exception as error:  # matplotlib may raise any
-            reason = f"{type(error).__name__}: {error}"
+            known = isinstance(error, UserError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
             self.say(f"{self._directory.summary}: the summary was not drawn: {reason}")
 
     def close(self) -> None:

@@ -156,9 +156,7 @@ def test_sources_that_are_none(tmp_path):
     source = write_files(tmp_path / "s", files)
     assert "has no data_batch_3;" in is_refused(cifar.main, *argv(source, tmp_path / "out"))
     (tmp_path / "empty").mkdir()
-    assert "has no train, test, meta;" in is_refused(
-        cifar.main, *argv(tmp_path / "empty", tmp_path)
-    )
+    assert "has no train, test;" in is_refused(cifar.main, *argv(tmp_path / "empty", tmp_path))
     packed = tar_gz_of(cifar10_files())
     (tmp_path / "x.tar.gz").write_bytes(packed[: len(packed) // 2])
     error = is_refused(cifar.main, *argv(tmp_path / "x.tar.gz", tmp_path / "out"))

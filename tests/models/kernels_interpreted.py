@@ -49,8 +49,8 @@ def check_activation(shape: tuple[int, ...]) -> None:
 
 
 def main() -> None:
-    spec = BlockSpec(2, "circular", "beta_abs", 0.75, "merged")
-    fused_group(torch.randn(2, 3, 3, 8), torch.randn(2, 8, 8), torch.randn(1, 8), None, spec)
+    spec = BlockSpec(2, "circular", "beta_abs", 0.75)
+    fused_group(torch.randn(2, 3, 3, 8), torch.randn(1, 2, 8, 8), torch.randn(1, 8), None, spec)
     assert "triton" not in sys.modules, "nothing on a CPU needs triton"
     torch.manual_seed(0)
     check_shift((3, 5, 7, 37), (0, 2, 5), torch.float32)
