@@ -455,6 +455,9 @@ def certified_radii(
     return Certifier(model, lipschitz=lipschitz)(images)
 
 
+PROVEN = {"beta_abs", "minmax"}  # activations that are 1-Lipschitz, and exact when computed
+
+
 def require_certifiable(model: LipNeXt) -> None:
     """A forward pass in bfloat16 or TF32 is another function than the one that K bounds."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -464,6 +467,8 @@ def require_certifiable(model: LipNeXt) -> None:
         raise ValueError(
             f"a certificate needs weights and a forward pass in float32 or in float64, not {names}"
         )
+    for activation in {group.spec.activation for group in model.block_groups()} - PROVEN:
+        raise ValueError(f"activation {activation!r} has no proven Lipschitz bound")
     hooks = [*_global_forward_hooks, *_global_forward_pre_hooks]
     for module in model.modules():
         hooks += [*module._forward_hooks, *module._forward_pre_hooks]

@@ -89,6 +89,11 @@ def test_bfloat16_is_not_certified() -> None:
         with pytest.raises(ValueError, match="bfloat16"):
             attempt()
     model.groups[0].compute_dtype = None
+    spec = model.groups[0].spec
+    model.groups[0].spec = replace(spec, activation="gelu")
+    with pytest.raises(ValueError, match="'gelu' has no proven"):
+        Certifier(model)
+    model.groups[0].spec = spec
     with pytest.raises(ValueError, match="bfloat16"):
         certified_radii(model.bfloat16(), images.bfloat16(), lipschitz=1.0)
 
