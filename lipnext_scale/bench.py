@@ -140,7 +140,7 @@ def bare_rate(source: Source, processes: int, seconds: float) -> float:
     barrier, done = context.Barrier(processes), context.Value("l", 0)
 
     def measure(process: int) -> None:
-        start_worker(process)
+        start_worker(os.getppid(), process)
         number = process * 100
         for warm_up in range(20):
             decode_one(number + warm_up)

@@ -10,6 +10,7 @@ or copied.
 
 import gc
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import CDLL, c_int, c_ulong
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from math import prod
 from mmap import mmap
@@ -247,7 +249,7 @@ def made_by_workers(
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             in_order=in_order,
-            worker_init_fn=start_worker,
+            worker_init_fn=partial(start_worker, os.getpid()),
             # The quickest start, and scripts need no `if __name__ == "__main__"`. Workers touch
             # neither the GPU nor other processes.
             multiprocessing_context="fork" if workers else None,
@@ -280,11 +282,13 @@ def _end(processes: list[BaseProcess]) -> None:
         process.kill()
 
 
-def start_worker(_number: int) -> None:
+def start_worker(rank_pid: int, _number: int) -> None:
     """A worker leaves signals to its rank, which stops at a safe moment, and ends when it does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     CDLL(None).prctl(c_int(_PR_SET_PDEATHSIG), c_ulong(signal.SIGKILL))
+    if os.getppid() != rank_pid:  # it died before the line above
+        os._exit(1)
     cv2.setNumThreads(0)
     keep_freed_memory()
     gc.freeze()  # what is inherited is not looked through again, and so stays shared
