@@ -10,6 +10,7 @@ gpu: see checks/gpu.py; also under torchrun.
 
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator
 from itertools import islice
