@@ -136,7 +136,7 @@ def product_rates(device: torch.device, width: int, rows: int) -> Figures:
     count, figures = 4, {}
     x, y, total = (torch.randn(count, width, width, device=device) for _ in range(3))
     a, b = x.bfloat16(), y.bfloat16()
-    left, right = step_kernels.split_left(x), step_kernels.split_right(y)
+    left, right = step_kernels.split_left(x, 2), step_kernels.split_right(y, 1)
     tokens = torch.randn(rows, width, device=device).bfloat16()
     exact = x[0].double() @ y[0].double()
     for name, action in {
@@ -167,12 +167,12 @@ def kernel_cases(recipe: Recipe, device: torch.device, shape: tuple[int, ...]) -
     a, b, c = (skew(torch.randn_like(x)) for _ in range(3))
     e, t, usable = a.bfloat16(), x.new_ones(2), x.new_ones((), dtype=torch.bool)
     adam = (0.9, 0.999, 1e-8, -1e-3, False)
-    yield "split_left", step_kernels.split_left, (x,), 10 * entries
-    yield "split_right", step_kernels.split_right, (x,), 10 * entries
+    yield "split_left", step_kernels.split_left, (x, 2), 10 * entries
+    yield "split_right", step_kernels.split_right, (x, 1), 10 * entries
     yield "scaled_cast", step_kernels.scaled_cast, (x, t[0], usable), 6 * entries
-    yield "moments", step_kernels.moments_, (x, a, b * b, c, usable, *adam), 24 * entries
-    yield "tail_operands", step_kernels.tail_operands, (x, e, t), 10 * entries
-    yield "change_right", step_kernels.change_right, (x, e, e, t), 14 * entries
+    yield "moments", step_kernels.moments_, (x.bfloat16(), a, b * b, c, usable, *adam), 16 * entries
+    yield "tail_operands", step_kernels.tail_operands, (x, e, t), 7 * entries
+    yield "change_right", step_kernels.change_right, (x, e, e, t, 1), 11 * entries
 
     tokens = torch.randn(shape, device=device).to(DTYPES[recipe.parallel.precision])
     rows, pos, size = tokens.view(-1, d), tokens[0, ..., :1].contiguous(), tokens.element_size()
@@ -217,6 +217,9 @@ def agree(operator: Any, arguments: tuple[Any, ...]) -> bool:
 def _outcome(operator: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
     """All that it was given and returns; instead of parts of sums the sums."""
     returned, given = operator(*arguments), list(arguments)
+    if operator is step_kernels.moments_:  # of the state it keeps the upper halves
+        given[1:4] = map(torch.triu, given[1:4])
+        returned = returned[0], returned[1].sum(1)
     if operator is block_kernels.activate_backward:
         given[3:5] = [parts.sum(0) for parts in given[3:5]]
     return [x for x in tree_leaves((given, returned)) if isinstance(x, Tensor)]

@@ -175,7 +175,9 @@ class SharedManifoldAdam:
                 whole[: own.start] = everyone[: own.start]
                 whole[own.stop :] = everyone[own.stop :]
             for entry, owner in sharing.left():
-                block = local[entry].to(dtype)
+                block = torch.empty_like(local[entry], dtype=dtype)
+                if owner == self._rank:
+                    block.copy_(local[entry])
                 dist.broadcast(block, group_src=owner, group=self._group)
                 if owner != self._rank:
                     local[entry] = block

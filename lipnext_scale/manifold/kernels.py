@@ -5,12 +5,13 @@ length. With hi = bf16(x) and lo = bf16(x - hi), |x - hi - lo| ≤ 2^-17·|x| an
 
     [hi_a | hi_a | lo_a] · [hi_b ; lo_b ; hi_b] = hi_a·hi_b + hi_a·lo_b + lo_a·hi_b ≈ a·b
 
-misses at most 2^-15·|a||b|: half of it is lo·lo. `split_left` and `split_right` make the operands.
+misses at most 2^-15·|a||b|: half of it is lo·lo. `split_left` and `split_right` make the operands;
+`lo` is the third that has lo, 2 in one of them and 1 in the other.
 
 Stacks are [k, d, d]. Each operator is its reference on the CPU and one launch of a Triton kernel on
-CUDA, which reads and writes every number once; of a skew or symmetric matrix it reads the upper
-half alone. There a stack may have any stride between its matrices, so that it can be a view; each
-matrix is contiguous.
+CUDA, which reads and writes every number once; of a skew or symmetric matrix the upper half alone,
+unless a product needs both. There a stack may have any stride between its matrices, so that it can
+be a view; each matrix is contiguous.
 """
 
 import functools
@@ -26,27 +27,20 @@ from torch import Tensor
 # References: what the operators compute.
 
 
-def split_left_reference(x: Tensor) -> Tensor:
-    """[hi | hi | lo], bf16 [k, d, 3d]."""
-    hi, lo = _halves(x)
-    return torch.cat([hi, hi, lo], dim=2)
+def split_left_reference(x: Tensor, lo: int) -> Tensor:
+    """[hi | hi | lo] or [hi | lo | hi], bf16 [k, d, 3d]."""
+    return torch.cat(_thirds(x, lo), dim=2)
 
 
-def split_right_reference(x: Tensor) -> Tensor:
-    """[hi ; lo ; hi], bf16 [k, 3d, d]."""
-    hi, lo = _halves(x)
-    return torch.cat([hi, lo, hi], dim=1)
+def split_right_reference(x: Tensor, lo: int) -> Tensor:
+    """[hi ; lo ; hi] or [hi ; hi ; lo], bf16 [k, 3d, d]."""
+    return torch.cat(_thirds(x, lo), dim=1)
 
 
-def split_transposed_reference(x: Tensor) -> Tensor:
-    """[hi | lo | hi], bf16 [k, d, 3d]: the transpose of `split_right` of xᵀ."""
-    hi, lo = _halves(x)
-    return torch.cat([hi, lo, hi], dim=2)
-
-
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+def _thirds(x: Tensor, lo: int) -> list[Tensor]:
     hi = x.bfloat16()
-    return hi, (x - hi).bfloat16()
+    rest = (x - hi).bfloat16()
+    return [hi, rest, hi] if lo == 1 else [hi, hi, rest]
 
 
 def scaled_cast_reference(x: Tensor, factor: Tensor, usable: Tensor) -> Tensor:
@@ -65,8 +59,9 @@ def moments_reference_(
     eps: float,
     scale: float,
     synchronise: bool,
-) -> Tensor:
-    """Adam's direction from P = XᵀG, and the exponent of this step in bf16.
+) -> tuple[Tensor, Tensor]:
+    """Adam's direction from P = XᵀG: the exponent of this step in bf16, and for each matrix some
+    numbers whose sum is the square of its Frobenius norm.
 
     A = skew(P); m ← β1·m + (1-β1)·A; v ← β2·v + (1-β2)·A²; Δ = bf16(scale·m / (√v + eps)); B += Δ.
     The exponent is Δ; on a step that synchronises it is bf16(B/2), and B ← 0. A step that is not
@@ -74,10 +69,10 @@ def moments_reference_(
 
     Δ is rounded before B adds it up, so that B is the sum of what the weights really moved by.
     Rounding to nearest is odd, so Δ stays exactly skew. m and B must be skew and v symmetric: the
-    kernel reads their upper triangles alone. The caller puts Adam's bias corrections into `scale`
-    and `eps`, as `direction_of` does.
+    kernel reads and writes their upper tiles alone, see `complete_`. The caller puts Adam's bias
+    corrections into `scale` and `eps`, as `direction_of` does.
     """
-    a = (product - product.mT) / 2
+    a = (product.float() - product.mT.float()) / 2
     m = beta1 * exp_avg + (1 - beta1) * a
     v = beta2 * exp_avg_sq + (1 - beta2) * a * a
     exponent = (scale * m / (v.sqrt() + eps)).bfloat16()
@@ -89,27 +84,20 @@ def moments_reference_(
         updates.append((buffer, total))
     for old, new in updates:
         old.copy_(torch.where(usable, new, old))
-    return torch.where(usable, exponent, 0)
+    exponent = torch.where(usable, exponent, 0)
+    parts = _parts_shape(product).zero_()
+    parts[:, 0] = exponent.float().square().sum((1, 2))
+    return exponent, parts
 
 
-def norm_parts_reference(square: Tensor) -> Tensor:
-    """For each matrix of S = A² some numbers whose sum is ‖S‖_F².
-
-    A is skew, so S is symmetric but for the rounding of its sums: from here on its upper triangle
-    stands for both halves.
-    """
-    parts = _parts_shape(square).zero_()
-    parts[:, 0] = _symmetric(square).square().sum((1, 2))
-    return parts
-
-
-def _symmetric(square: Tensor) -> Tensor:
-    return square.triu() + square.triu(1).mT
+def complete_(stack: Tensor, sign: int) -> None:
+    """Write the lower triangles of skew (sign -1) or symmetric (1) matrices from the upper ones."""
+    stack.copy_(stack.triu() + sign * stack.triu(1).mT)
 
 
 def shrink_reference(parts: Tensor, reach: float) -> Tensor:
-    """t = min(1, reach/ρ) of each matrix, ρ = (‖S‖_F²/2)^¼, from the parts of ‖S‖_F²."""
-    rho = (parts.sum(1) / 2).sqrt().sqrt()
+    """t = min(1, reach/ρ) of each matrix, ρ = ‖A‖_F/√2, from the parts of ‖A‖_F²."""
+    rho = (parts.sum(1) / 2).sqrt()
     return reach / rho.clamp(min=reach)
 
 
@@ -121,44 +109,51 @@ def tail_operands_reference(
 ) -> tuple[Tensor, Tensor]:
     """bf16 of S = A² and of c·t³·A + c²·t⁴·S, t the number of each matrix in `shrink`.
 
+    A is skew, so S is symmetric but for the rounding of its sums: its upper triangle stands for
+    both halves.
+
     Their product ends p = 1 + tA + (tA)²/2 + c·(tA)³ + c²·(tA)⁴. With Taylor's 1/6 and 1/24 its
     eigenvalues p(iλ) have |p|² = 1 - λ⁶/72 + …; with c = CUBIC they have |p|² = 1 + c⁴·λ⁸, so
     more orthogonal for the same products. It leaves exp(tA) by 0.02·λ³, in the angle alone.
     """
-    t, c, square = shrink[:, None, None], CUBIC, _symmetric(square)
+    t, c = shrink[:, None, None], CUBIC
+    square = square.triu() + square.triu(1).mT
     return square.bfloat16(), (c * t**3 * exponent + c**2 * t**4 * square).bfloat16()
 
 
 def change_right_reference(
-    square: Tensor, exponent: Tensor, tail: Tensor | None, shrink: Tensor
+    square: Tensor, exponent: Tensor, tail: Tensor, shrink: Tensor, lo: int
 ) -> Tensor:
     """`split_right` of C = t·A + t²/2·S + tail, about exp(tA) - I; bf16 [k, 3d, d]."""
-    t = shrink[:, None, None]
-    change = t * exponent + t**2 / 2 * _symmetric(square)
-    return split_right_reference(change if tail is None else change + tail)
+    t, square = shrink[:, None, None], square.triu() + square.triu(1).mT
+    return split_right_reference(t * exponent + t**2 / 2 * square + tail, lo)
 
 
 # --------------------------------------------------------------------------------------------------
 # Shapes: what the operators return for fake tensors. Results are contiguous.
 
 
-def _split_left_shape(x: Tensor) -> Tensor:
-    k, d, _ = x.shape
+def _split_left_shape(x: Tensor, *_: Any) -> Tensor:
+    k, d = x.shape[:2]
     return x.new_empty(k, d, 3 * d, dtype=torch.bfloat16)
 
 
-def _split_right_shape(x: Tensor) -> Tensor:
-    k, d, _ = x.shape
+def _split_right_shape(x: Tensor, *_: Any) -> Tensor:
+    k, d = x.shape[:2]
     return x.new_empty(k, 3 * d, d, dtype=torch.bfloat16)
-
-
-def _parts_shape(square: Tensor) -> Tensor:
-    tiles = _ceil(square.shape[-1], SYMMETRIC_TILE)
-    return square.new_empty(len(square), tiles * (tiles + 1) // 2)
 
 
 def _same_shape(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.bfloat16)
+
+
+def _parts_shape(product: Tensor) -> Tensor:
+    tiles = _ceil(product.shape[-1], TILE)
+    return product.new_empty(len(product), tiles * (tiles + 1) // 2, dtype=torch.float32)
+
+
+def _moments_shape(product: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _same_shape(product), _parts_shape(product)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,7 +169,6 @@ tl: Any = SimpleNamespace(constexpr="constexpr")
 def _split_left_kernel(
     x, out, stride, d, LO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """LO: the third that is lo, the last or the middle one."""
     batch = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -190,7 +184,7 @@ def _split_left_kernel(
 
 # Where halves do not matter a matrix is one run of d² numbers, and [hi ; lo ; hi] three such runs.
 @no_type_check
-def _split_right_kernel(x, out, stride, d, BLOCK: tl.constexpr):
+def _split_right_kernel(x, out, stride, d, LO: tl.constexpr, BLOCK: tl.constexpr):
     batch = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < d * d
@@ -199,8 +193,8 @@ def _split_right_kernel(x, out, stride, d, BLOCK: tl.constexpr):
     lo = (value - hi.to(tl.float32)).to(tl.bfloat16)
     out += batch * (3 * d * d) + entry
     tl.store(out, hi, mask=inside)
-    tl.store(out + d * d, lo, mask=inside)
-    tl.store(out + 2 * d * d, hi, mask=inside)
+    tl.store(out + (3 - LO) * d * d, hi, mask=inside)
+    tl.store(out + LO * d * d, lo, mask=inside)
 
 
 @no_type_check
@@ -220,11 +214,13 @@ def _moments_kernel(
     exp_avg_sq,
     buffer,
     exponent,
+    parts,
     usable,
     product_stride,
     exp_avg_stride,
     exp_avg_sq_stride,
     buffer_stride,
+    count,
     d,
     beta1,
     rest1,
@@ -235,9 +231,9 @@ def _moments_kernel(
     SYNCHRONISE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The tiles (i, j) and (j, i), i ≤ j: the first is computed, its negative transpose is stored
-    as the second. A tile on the diagonal is its own second one and is stored once; it is skew
-    because every operation here is odd in (A, m, B) or even.
+    """The tiles (i, j), i ≤ j. The exponent, which goes into a product, has its negative transpose
+    as tile (j, i). A tile on the diagonal is stored once; it is skew because every operation here
+    is odd in (A, m, B) or even.
     """
     i, j = tl.program_id(1), tl.program_id(0)
     if j < i:
@@ -255,8 +251,8 @@ def _moments_kernel(
     exp_avg += batch * exp_avg_stride
     exp_avg_sq += batch * exp_avg_sq_stride
     exponent += batch * (d * d)
-    a = tl.load(product + upper, mask=live, other=0.0)
-    a = (a - tl.load(product + lower, mask=live, other=0.0)) * 0.5
+    a = tl.load(product + upper, mask=live, other=0.0).to(tl.float32)
+    a = (a - tl.load(product + lower, mask=live, other=0.0).to(tl.float32)) * 0.5
     m = beta1 * tl.load(exp_avg + upper, mask=live, other=0.0) + rest1 * a
     v = beta2 * tl.load(exp_avg_sq + upper, mask=live, other=0.0) + rest2 * a * a
     # Rounded as IEEE says: the approximate forms need not be odd.
@@ -265,34 +261,18 @@ def _moments_kernel(
         buffer += batch * buffer_stride
         total = tl.load(buffer + upper, mask=live, other=0.0) + move
         if SYNCHRONISE:
-            move = total * 0.5
+            move = (total * 0.5).to(tl.bfloat16).to(tl.float32)
             total = tl.zeros_like(total)
         tl.store(buffer + upper, total, mask=live)
     move = tl.where(live, move, 0.0)
     tl.store(exp_avg + upper, m, mask=live)
     tl.store(exp_avg_sq + upper, v, mask=live)
     tl.store(exponent + upper, move.to(tl.bfloat16), mask=inside)
+    norm = tl.sum(tl.sum(move * move, axis=1), axis=0)
     if i < j:
-        if buffer is not None:
-            tl.store(buffer + lower, -total, mask=live)
-        tl.store(exp_avg + lower, -m, mask=live)
-        tl.store(exp_avg_sq + lower, v, mask=live)
         tl.store(exponent + lower, (-move).to(tl.bfloat16), mask=inside)
-
-
-# The symmetric and skew matrices of the series go by pairs of tiles too.
-@no_type_check
-def _norm_parts_kernel(square, parts, square_stride, count, d, TILE: tl.constexpr):
-    i, j = tl.program_id(1), tl.program_id(0)
-    if j < i:
-        return
-    batch = tl.program_id(2).to(tl.int64)
-    row = i * TILE + tl.arange(0, TILE)[:, None]
-    column = j * TILE + tl.arange(0, TILE)[None, :]
-    inside = (row < d) & (column < d) & (row <= column)
-    s = tl.load(square + batch * square_stride + row * d + column, mask=inside, other=0.0)
-    total = tl.sum(tl.sum(tl.where(row < column, 2.0, 1.0) * s * s, axis=1), axis=0)
-    tl.store(parts + batch * count + j * (j + 1) // 2 + i, total)
+        norm = norm * 2
+    tl.store(parts + batch * count + j * (j + 1) // 2 + i, norm)
 
 
 @no_type_check
@@ -302,7 +282,7 @@ def _shrink_kernel(parts, out, count, reach, BLOCK: tl.constexpr):
     for start in range(0, count, BLOCK):
         part = start + tl.arange(0, BLOCK)
         total += tl.load(parts + batch * count + part, mask=part < count, other=0.0)
-    rho = tl.sqrt_rn(tl.sqrt_rn(tl.sum(total, axis=0) * 0.5))
+    rho = tl.sqrt_rn(tl.sum(total, axis=0) * 0.5)
     rho = tl.where(rho <= reach, reach, rho)  # NaN stays NaN
     tl.store(out + batch, tl.div_rn(reach, rho))
 
@@ -347,6 +327,7 @@ def _change_right_kernel(
     exponent_stride,
     tail_stride,
     d,
+    LO: tl.constexpr,
     TILE: tl.constexpr,
 ):
     i, j = tl.program_id(1), tl.program_id(0)
@@ -365,24 +346,20 @@ def _change_right_kernel(
     a = tl.load(exponent + batch * exponent_stride + upper, mask=inside).to(tl.float32)
     odd, even = t * a, t * t * 0.5 * s
     out += batch * (3 * d * d)
-    value = odd + even
-    if tail is not None:
-        tail += batch * tail_stride
-        value += tl.load(tail + upper, mask=inside).to(tl.float32)
+    tail += batch * tail_stride
+    value = odd + even + tl.load(tail + upper, mask=inside).to(tl.float32)
     hi = value.to(tl.bfloat16)
     lo = (value - hi.to(tl.float32)).to(tl.bfloat16)
     tl.store(out + upper, hi, mask=inside)
-    tl.store(out + d * d + upper, lo, mask=inside)
-    tl.store(out + 2 * d * d + upper, hi, mask=inside)
+    tl.store(out + (3 - LO) * d * d + upper, hi, mask=inside)
+    tl.store(out + LO * d * d + upper, lo, mask=inside)
     if i < j:
-        value = even - odd
-        if tail is not None:
-            value += tl.load(tail + lower, mask=inside).to(tl.float32)
+        value = even - odd + tl.load(tail + lower, mask=inside).to(tl.float32)
         hi = value.to(tl.bfloat16)
         lo = (value - hi.to(tl.float32)).to(tl.bfloat16)
         tl.store(out + lower, hi, mask=inside)
-        tl.store(out + d * d + lower, lo, mask=inside)
-        tl.store(out + 2 * d * d + lower, hi, mask=inside)
+        tl.store(out + (3 - LO) * d * d + lower, hi, mask=inside)
+        tl.store(out + LO * d * d + lower, lo, mask=inside)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -441,20 +418,16 @@ def _tiles(k: int, d: int) -> tuple[int, int, int]:
     return (tiles, tiles, k)
 
 
-def _split_left_cuda(x: Tensor, lo: int = 2) -> Tensor:
+def _split_left_cuda(x: Tensor, lo: int) -> Tensor:
     out, (k, d, _) = _split_left_shape(x), x.shape
     grid = (_ceil(d, COLUMNS), _ceil(d, ROWS), k)
     _launch(_split_left_kernel, grid, x, out, _stride(x), d, LO=lo, ROWS=ROWS, COLUMNS=COLUMNS)
     return out
 
 
-def _split_transposed_cuda(x: Tensor) -> Tensor:
-    return _split_left_cuda(x, lo=1)
-
-
-def _split_right_cuda(x: Tensor) -> Tensor:
+def _split_right_cuda(x: Tensor, lo: int) -> Tensor:
     out, (k, d, _) = _split_right_shape(x), x.shape
-    _launch(_split_right_kernel, _run(k, d), x, out, _stride(x), d, BLOCK=BLOCK)
+    _launch(_split_right_kernel, _run(k, d), x, out, _stride(x), d, LO=lo, BLOCK=BLOCK)
     return out
 
 
@@ -475,33 +448,21 @@ def _moments_cuda_(
     eps: float,
     scale: float,
     synchronise: bool,
-) -> Tensor:
-    out, (k, d, _) = _same_shape(product), product.shape
+) -> tuple[Tensor, Tensor]:
+    (out, parts), (k, d, _) = _moments_shape(product), product.shape
     tiles = _ceil(d, TILE)
     _launch(
         _moments_kernel,
         (tiles, tiles, k),
-        *(product, exp_avg, exp_avg_sq, buffer, out, usable),
+        *(product, exp_avg, exp_avg_sq, buffer, out, parts, usable),
         *map(_stride, (product, exp_avg, exp_avg_sq)),
         0 if buffer is None else _stride(buffer),
-        *(d, beta1, 1 - beta1, beta2, 1 - beta2, eps, scale),
+        *(parts.shape[1], d, beta1, 1 - beta1, beta2, 1 - beta2, eps, scale),
         SYNCHRONISE=synchronise,
         TILE=TILE,
         num_warps=8,
     )
-    return out
-
-
-def _norm_parts_cuda(square: Tensor) -> Tensor:
-    parts, (k, d, _) = _parts_shape(square), square.shape
-    _launch(
-        _norm_parts_kernel,
-        _tiles(k, d),
-        *(square, parts, _stride(square), parts.shape[1], d),
-        TILE=SYMMETRIC_TILE,
-        num_warps=8,
-    )
-    return parts
+    return out, parts
 
 
 def _shrink_cuda(parts: Tensor, reach: float) -> Tensor:
@@ -523,14 +484,15 @@ def _tail_operands_cuda(square: Tensor, exponent: Tensor, shrink: Tensor) -> tup
 
 
 def _change_right_cuda(
-    square: Tensor, exponent: Tensor, tail: Tensor | None, shrink: Tensor
+    square: Tensor, exponent: Tensor, tail: Tensor, shrink: Tensor, lo: int
 ) -> Tensor:
     out, (k, d, _) = _split_right_shape(square), square.shape
     _launch(
         _change_right_kernel,
         _tiles(k, d),
         *(square, exponent, tail, shrink, out),
-        *(_stride(square), _stride(exponent), 0 if tail is None else _stride(tail), d),
+        *(*map(_stride, (square, exponent, tail)), d),
+        LO=lo,
         TILE=SYMMETRIC_TILE,
         num_warps=8,
     )
@@ -571,18 +533,14 @@ def _operator(
 
 split_left = _operator("split_left", split_left_reference, _split_left_cuda, _split_left_shape)
 split_right = _operator("split_right", split_right_reference, _split_right_cuda, _split_right_shape)
-split_transposed = _operator(
-    "split_transposed", split_transposed_reference, _split_transposed_cuda, _split_left_shape
-)
 scaled_cast = _operator("scaled_cast", scaled_cast_reference, _scaled_cast_cuda, _same_shape)
 moments_ = _operator(
     "moments_",
     moments_reference_,
     _moments_cuda_,
-    _same_shape,
+    _moments_shape,
     mutates=("exp_avg", "exp_avg_sq", "buffer"),
 )
-norm_parts = _operator("norm_parts", norm_parts_reference, _norm_parts_cuda, _parts_shape)
 shrink = _operator(
     "shrink", shrink_reference, _shrink_cuda, lambda parts, _: parts.new_empty(len(parts))
 )

@@ -6,6 +6,7 @@ rounding, and nothing divides it later, so this product takes each operand as hi
     bf16     hi·hi                      XᵀG, A², the tail of the series: their errors are small
     bf16x3   hi·hi + hi·lo + lo·hi      X·C, and M·Rᵀ: one product of three times the inner length
 
+XᵀG is rounded to bfloat16 too: its entries are as large as those of G, which were rounded alike.
 The exponent A is itself rounded to bfloat16. Rounding is odd, so A stays exactly skew, and A² is
 then made of exact operands: what is lost is a part of the step's direction, not of orthogonality.
 
@@ -25,8 +26,6 @@ from lipnext_scale.manifold import kernels
 TOLERANCE, FAST_TOLERANCE = 1e-6, 3e-4
 # A step larger than usual may cost so many times as much, and is shortened beyond that.
 LARGEST = 4
-# The entries of Adam's Δ/η in the mean: 0.13 to 0.23 were measured, more while η is warming up.
-USUAL_ENTRY = 0.23
 # |p(iλ)|² - 1 = LOSS·λ⁸, see `kernels.tail_operands`.
 LOSS = kernels.CUBIC**4
 
@@ -53,48 +52,52 @@ def add_product_(x: Tensor, left: Tensor, right: Tensor, times: float = 1) -> Te
     return x.baddbmm_(left.float(), right.float(), beta=times)
 
 
-def product_x3(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """left·rightᵀ of float32 stacks to 2⁻¹⁵ of its terms at most."""
-    return product(kernels.split_left(left), kernels.split_transposed(right).mT, out)
-
-
 def reach(squarings: int, tolerance: float) -> float:
     """The ‖A‖₂ up to which ‖EᵀE - I‖₂ is within the tolerance: 2ˢ times the loss of A/2ˢ."""
     parts = 2.0**squarings
     return parts * float(tolerance / parts / LOSS) ** (1 / 8)
 
 
-def squarings_for(lr: float, width: int, steps: float, tolerance: float = TOLERANCE) -> int:
-    """How often to square, for an exponent that is the sum of so many steps.
+def usual_entry(beta1: float, step: int) -> float:
+    """The entries of Adam's Δ/η in the mean square, if gradients are noise: 0.23 in the end, with
+    bias correction 1 at first. 0.13 to 0.23 were measured.
+    """
+    forgotten = beta1**step
+    return math.sqrt((1 - beta1) / (1 + beta1) * (1 + forgotten) / (1 - forgotten))
+
+
+def squarings_for(entry: float, width: int, tolerance: float = TOLERANCE) -> int:
+    """How often to square for an exponent A with such entries in the mean square.
 
     Eigenvalues come in pairs, so ‖A‖₂ ≤ ‖A‖_F/√2. Early training comes near that: one plane makes
     up most of Δ.
     """
-    rho, squarings = USUAL_ENTRY * lr * width * steps / math.sqrt(2), 0
+    rho, squarings = entry * width / math.sqrt(2), 0
     while reach(squarings, tolerance) < rho:
         squarings += 1
     return squarings
 
 
 def exp_operand(
-    exponent: Tensor, squarings: int, tolerance: float = TOLERANCE
+    exponent: Tensor, parts: Tensor, squarings: int, tolerance: float = TOLERANCE, lo: int = 1
 ) -> tuple[Tensor, Tensor]:
     """(C = exp(t·A) - I as the right operand of a bf16x3 product, t) for bfloat16 skew stacks A.
 
-    t ≤ 1 of each matrix is such that t·A costs at most `LARGEST` times the tolerance:
-    (‖A²‖_F²/2)^¼ ≥ ‖A‖₂, as eigenvalues come in pairs.
+    parts: rows of numbers that add up to ‖A‖_F². lo: the third of the operand that is lo.
+    t ≤ 1 of each matrix is such that t·A costs at most `LARGEST` times the tolerance.
     """
+    shrink = kernels.shrink(parts, reach(squarings, LARGEST * tolerance))
     square = product(exponent, exponent)
-    shrink = kernels.shrink(kernels.norm_parts(square), reach(squarings, LARGEST * tolerance))
     scale = shrink * 0.5**squarings if squarings else shrink
     # Squaring would multiply the rounding of the tail.
     multiply = product if squarings else rounded_product
     tail = multiply(*kernels.tail_operands(square, exponent, scale))
-    operand = kernels.change_right(square, exponent, tail, scale)
-    for _ in range(squarings):  # (I+C)² - I = 2C + C²
-        hi, lo, _ = operand.chunk(3, dim=1)
-        left, change = torch.cat([hi, hi, lo], dim=2), hi.float().add_(lo)
-        operand = kernels.split_right(add_product_(change, left, operand, times=2))
+    operand = kernels.change_right(square, exponent, tail, scale, 1 if squarings else lo)
+    for left_over in reversed(range(squarings)):  # (I+C)² - I = 2C + C²
+        hi, rest, _ = operand.chunk(3, dim=1)
+        left, change = torch.cat([hi, hi, rest], dim=2), hi.float().add_(rest)
+        add_product_(change, left, operand, times=2)
+        operand = kernels.split_right(change, 1 if left_over else lo)
     return operand, shrink
 
 

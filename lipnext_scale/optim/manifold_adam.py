@@ -101,6 +101,7 @@ class Stack:
     exp_avg_sq: Tensor
     buffer: Tensor | None
     slow: Tensor | None
+    lo: int = 2  # of its left operand on tensor cores. R has the other, so that M·Rᵀ is a product
 
 
 @dataclass
@@ -157,6 +158,7 @@ class ManifoldAdam(SlowWeights):
         }
         super().__init__(params, defaults)
         self._workspace = manifold.Workspace()
+        self._operands: dict[Tensor, tuple[tuple[int, int], list[list[Tensor]]]] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -235,7 +237,7 @@ class ManifoldAdam(SlowWeights):
         for move, plans in zip(moves, _plans(moves, sizes.tolist()), strict=True):
             _apply(move, plans, self._workspace)
         for group, parameter in moving:
-            write_weights_(group, parameter, self.state[parameter])
+            self._write_weights(group, parameter)
 
     def _measure(self, group: dict[str, Any], stack: Stack, step: int, scale: float) -> _Move:
         """Phase 1: moments, the direction Δ, the buffer B, the size that picks the exponential."""
@@ -277,13 +279,45 @@ class ManifoldAdam(SlowWeights):
         scale = torch.ones((), device=device) if scale is None else scale.float()
         usable = torch.ones((), dtype=torch.bool, device=device) if usable is None else usable
         step, stacks = int(state["step"]), learned_stacks(group, parameter, state)
-        for part in chunks(stacks[0].point):
-            operands = [_operands(stack, part, scale, usable) for stack in stacks]
+        operands = self._left_operands(parameter, state, stacks)
+        for part, lefts in zip(chunks(stacks[0].point), operands, strict=True):
+            gradients = [_clipped(stack, part, scale, usable) for stack in stacks]
             if group["parametrisation"] == "product":
-                operands = _pulled_back(*operands)
-            for stack, (left, gradient) in zip(stacks, operands, strict=True):
+                gradients = _pulled_back(lefts, gradients)
+            for stack, left, gradient in zip(stacks, lefts, gradients, strict=True):
                 _move_on_tensor_cores(group, stack, part, step, left, gradient, usable)
-        write_weights_(group, parameter, state)
+        self._write_weights(group, parameter)
+
+    def _left_operands(
+        self, parameter: Tensor, state: dict[str, Any], stacks: list[Stack]
+    ) -> Iterator[list[Tensor]]:
+        """X of all stacks as left operands of bf16x3 products, of one chunk after the other.
+
+        Those that made W are still there, and are right unless something changed R or M since.
+        """
+        versions, kept = self._operands.pop(parameter, (None, []))
+        if versions == _versions(parameter, state):
+            while kept:
+                yield kept.pop(0)
+        else:
+            for part in chunks(stacks[0].point):
+                yield [kernels.split_left(stack.point[part], stack.lo) for stack in stacks]
+
+    def _write_weights(self, group: dict[str, Any], parameter: Tensor) -> None:
+        """W = M·Rᵀ of every pair in the product form."""
+        if group["parametrisation"] == "merged":
+            return
+        state = self.state[parameter]
+        rotations, factors = learned_stacks(group, parameter, state)
+        operands, weight = [], as_pairs(parameter)[1]
+        for part in chunks(weight):
+            if not uses_tensor_cores(group, parameter):
+                torch.bmm(factors.point[part], rotations.point[part].mT, out=weight[part])
+                continue
+            r, m = (kernels.split_left(s.point[part], s.lo) for s in (rotations, factors))
+            tensor_core.product(m, r.mT, out=weight[part])
+            operands.append([r, m])
+        self._operands[parameter] = _versions(parameter, state), operands
 
     # State
 
@@ -311,7 +345,7 @@ class ManifoldAdam(SlowWeights):
                 state["factor"] = weights @ rotations
                 if group["lookahead"]:
                     as_pairs(state["slow"])[1].copy_(state["factor"])
-                write_weights_(group, parameter, state)
+                self._write_weights(group, parameter)
         return state
 
     @torch.no_grad()
@@ -319,7 +353,21 @@ class ManifoldAdam(SlowWeights):
         """Create the state of the first step: something to load a checkpoint into."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                self._state(group, parameter)
+                self._complete(group, parameter, self._state(group, parameter))
+
+    def state_dict(self) -> dict[str, Any]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._complete(group, parameter, self.state.get(parameter, {}))
+        return super().state_dict()
+
+    @torch.no_grad()
+    def _complete(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        """A step on tensor cores keeps the upper triangles of moments and B alone."""
+        if uses_tensor_cores(group, parameter):
+            for kind, sign in (("exp_avg", -1), ("exp_avg_sq", 1), ("buffer", -1)):
+                for part in chunks(as_stack(state[kind])) if kind in state else ():
+                    kernels.complete_(as_stack(state[kind])[part], sign)
 
     @torch.no_grad()
     def state_loaded(self) -> None:
@@ -327,7 +375,7 @@ class ManifoldAdam(SlowWeights):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if self.state.get(parameter):
-                    write_weights_(group, parameter, self.state[parameter])
+                    self._write_weights(group, parameter)
 
     def set_step(self, step: int) -> None:
         """Set how many steps the state has seen, after it was loaded from a checkpoint."""
@@ -336,7 +384,7 @@ class ManifoldAdam(SlowWeights):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._workspace = manifold.Workspace()
+        self._workspace, self._operands = manifold.Workspace(), {}
 
     @torch.no_grad()
     def _exchange_slow(self, group: dict[str, Any], parameter: Tensor) -> None:
@@ -344,7 +392,7 @@ class ManifoldAdam(SlowWeights):
         for stack in learned_stacks(group, parameter, state):
             assert stack.slow is not None
             swap(stack.point, stack.slow)
-        write_weights_(group, parameter, state)
+        self._write_weights(group, parameter)
 
     @torch.no_grad()
     def retract(self) -> None:
@@ -366,7 +414,7 @@ class ManifoldAdam(SlowWeights):
                 if stack.slow is not None and stack.buffer is not None:
                     replace_(stack.slow[part], point, usable)
                     replace_(stack.buffer[part], torch.zeros_like(point), usable)
-        write_weights_(group, parameter, state)
+        self._write_weights(group, parameter)
 
 
 def _name(group: dict[str, Any], index: int) -> str:
@@ -397,22 +445,22 @@ def _apply(move: _Move, plans: list[ExpPlan], workspace: manifold.Workspace) -> 
         stack.buffer.zero_()
 
 
-Operands = tuple[Tensor, Tensor]
+def _versions(parameter: Tensor, state: dict[str, Any]) -> tuple[int, int]:
+    """They change with (R, W) and with M."""
+    factor = state.get("factor", parameter)
+    return local_part(parameter)._version, local_part(factor)._version
 
 
-def _operands(stack: Stack, part: slice, scale: Tensor, usable: Tensor) -> Operands:
-    """(X as the left operand of a bf16x3 product, the clipped gradient in bfloat16)."""
+def _clipped(stack: Stack, part: slice, scale: Tensor, usable: Tensor) -> Tensor:
     assert stack.gradient is not None
-    left = kernels.split_left(stack.point[part])
-    return left, kernels.scaled_cast(stack.gradient[part], scale, usable)
+    return kernels.scaled_cast(stack.gradient[part], scale, usable)
 
 
-def _pulled_back(rotation: Operands, factor: Operands) -> list[Operands]:
+def _pulled_back(lefts: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
     """`pull_back_` of bfloat16 gradients."""
-    (left_r, d_rotation), (left_m, d_weight) = rotation, factor
-    r, m = tensor_core.high_part(left_r), tensor_core.high_part(left_m)
+    (r, m), (d_rotation, d_weight) = map(tensor_core.high_part, lefts), gradients
     d_rotation = tensor_core.rounded_product(d_weight.mT, m, add=d_rotation)
-    return [(left_r, d_rotation), (left_m, tensor_core.rounded_product(d_weight, r))]
+    return [d_rotation, tensor_core.rounded_product(d_weight, r)]
 
 
 def _move_on_tensor_cores(
@@ -428,8 +476,8 @@ def _move_on_tensor_cores(
     point, (beta1, beta2) = stack.point[part], group["betas"]
     synchronise, corrected = is_lookahead_step(group, step), group["second_moment_init"] == "zero"
     correction1, correction2 = (1 - b**step if corrected else 1.0 for b in (beta1, beta2))
-    exponent = kernels.moments_(
-        tensor_core.product(tensor_core.high_part(left).mT, gradient),
+    exponent, norms = kernels.moments_(
+        tensor_core.rounded_product(tensor_core.high_part(left).mT, gradient),
         stack.exp_avg[part],
         stack.exp_avg_sq[part],
         None if stack.buffer is None else stack.buffer[part],
@@ -440,15 +488,18 @@ def _move_on_tensor_cores(
         -group["lr"] * correction2**0.5 / correction1,
         synchronise,
     )
-    steps = group["lookahead"] / 2 if synchronise else 1
+    entry = group["lr"] * tensor_core.usual_entry(beta1, step)
+    if synchronise:  # half the sum of so many, of which the first was the largest
+        first = step - group["lookahead"] + 1
+        entry = group["lr"] * tensor_core.usual_entry(beta1, first) * group["lookahead"] / 2
     forgotten = group["lookahead"] and not synchronise
     tolerance = tensor_core.FAST_TOLERANCE if forgotten else tensor_core.TOLERANCE
-    squarings = tensor_core.squarings_for(group["lr"], point.shape[-1], steps, tolerance)
-    operand, _ = tensor_core.exp_operand(exponent, squarings, tolerance)
+    squarings = tensor_core.squarings_for(entry, point.shape[-1], tolerance)
+    operand, _ = tensor_core.exp_operand(exponent, norms, squarings, tolerance, 3 - stack.lo)
     if synchronise:
         assert stack.slow is not None
         slow = stack.slow[part]
-        tensor_core.add_product_(slow, kernels.split_left(slow), operand)
+        tensor_core.add_product_(slow, kernels.split_left(slow, stack.lo), operand)
         replace_(point, slow, usable)
     else:
         tensor_core.add_product_(point, left, operand)
@@ -472,7 +523,7 @@ def learned_stacks(group: dict[str, Any], parameter: Tensor, state: dict[str, An
         return [Stack(*(None if t is None else as_stack(t) for t in tensors))]  # type: ignore[arg-type]
     pairs = [(None, None) if t is None else as_pairs(t) for t in tensors]
     rotations, factors = Stack(*(one for one, _ in pairs)), Stack(*(two for _, two in pairs))  # type: ignore[arg-type]
-    factors.point = state["factor"]
+    rotations.lo, factors.point = 1, state["factor"]
     return [rotations, factors]
 
 
@@ -485,18 +536,6 @@ def pull_back_(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) 
     for part in chunks(rotation):
         d_rotation[part] += d_weight[part].mT @ state["factor"][part]
         d_weight[part] = d_weight[part] @ rotation[part]
-
-
-def write_weights_(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
-    """W = M·Rᵀ of every pair in the product form."""
-    if group["parametrisation"] == "merged":
-        return
-    (rotation, weight), factor = as_pairs(parameter), state["factor"]
-    for part in chunks(rotation):
-        if uses_tensor_cores(group, parameter):
-            tensor_core.product_x3(factor[part], rotation[part], out=weight[part])
-        else:
-            torch.bmm(factor[part], rotation[part].mT, out=weight[part])
 
 
 def replace_(old: Tensor, new: Tensor, usable: Tensor | None) -> None:

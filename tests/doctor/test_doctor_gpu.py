@@ -46,9 +46,9 @@ def test_every_figure_is_there(tmp_path, capsys):
 def test_a_kernel_that_differs_ends_it_after_the_file_is_written(tmp_path, capsys, monkeypatch):
     split, calls = gpu.step_kernels.split_left, []
 
-    def other(x: torch.Tensor) -> torch.Tensor:
+    def other(x: torch.Tensor, lo: int) -> torch.Tensor:
         calls.append(x)
-        return split(x) * (1 + len(calls) % 2)
+        return split(x, lo) * (1 + len(calls) % 2)
 
     monkeypatch.setattr(gpu.step_kernels, "split_left", other)
     with pytest.raises(SystemExit) as ended:

@@ -32,6 +32,10 @@ def rank_two(d: int, generator: torch.Generator) -> Tensor:
     return torch.outer(plane[:, 0], plane[:, 1]) - torch.outer(plane[:, 1], plane[:, 0])
 
 
+def norms(a: Tensor) -> Tensor:
+    return a.float().square().sum(2)
+
+
 def matched(d: int, width: int = 4096) -> float:
     """The learning rate that gives random steps at d the norms they have at 1e-3 and the width."""
     return 1e-3 * math.sqrt(width / d)
@@ -75,7 +79,9 @@ def test_a_step_is_the_float32_step_but_for_rounding():
     a = skew(start.mT @ gradient.double())
     delta = lr * 0.1 * a / (0.999 / d + 0.001 * a * a).sqrt()
     # Both operands of XᵀG are rounded, and d/da of Δ is at most lr·0.1/√(0.999/d).
+    # So is XᵀG itself.
     rounded = 2.01 * BF16 * (start.abs().mT @ gradient.double().abs())
+    rounded += 1.01 * BF16 * (start.mT @ gradient.double()).abs()
     of_direction = lr * 0.1 / math.sqrt(0.999 / d) * (rounded + rounded.mT) / 2
     of_direction += 1.01 * BF16 * delta.abs()
     frobenius = torch.linalg.matrix_norm
@@ -107,13 +113,14 @@ def test_exponents_and_moments_are_exactly_skew(exponents):
 def test_usual_steps_are_not_shrunk(lr, d, steps):
     """Neither noise nor, of the same ‖A‖_F, a turn of one plane; it keeps to the tolerance."""
     generator = torch.Generator().manual_seed(0)
-    frobenius = tensor_core.USUAL_ENTRY * lr * d * steps
+    entry = tensor_core.usual_entry(0.9, 1000) * lr * steps
+    frobenius = entry * d
     tolerance = tensor_core.TOLERANCE if steps > 1 else tensor_core.FAST_TOLERANCE
-    squarings = tensor_core.squarings_for(lr, d, steps, tolerance)
+    squarings = tensor_core.squarings_for(entry, d, tolerance)
     noise = skew(torch.randn(d, d, generator=generator))
     for a in (noise, rank_two(d, generator)):
         a = (a * frobenius / a.norm()).bfloat16()[None]
-        operand, shrink = tensor_core.exp_operand(a, squarings, tolerance)
+        operand, shrink = tensor_core.exp_operand(a, norms(a), squarings, tolerance)
         assert shrink.item() == 1
         change = operand[:, :d].double() + operand[:, d : 2 * d]
         # Beside the tolerance: the rounding of the cubic term, as in `X3`, in all 2ˢ parts of A.
@@ -130,7 +137,7 @@ def test_an_exponent_that_is_too_large_is_shrunk(size, squarings):
     limit = tensor_core.reach(squarings, tensor_core.LARGEST * tolerance)
     a = rank_two(d, torch.Generator().manual_seed(0))
     a = (a * size * limit).bfloat16()[None]
-    operand, shrink = tensor_core.exp_operand(a, squarings)
+    operand, shrink = tensor_core.exp_operand(a, norms(a), squarings)
     assert shrink.item() == pytest.approx(1 / size, rel=0.01)
     change = operand[:, :d].double() + operand[:, d : 2 * d]
     assert deviation(change + torch.eye(d)) < 1e-3
@@ -187,6 +194,40 @@ def test_product_form_writes_w_to_two_to_the_minus_15():
     assert deviation(w) < drift + 3 * X3  # ‖M‖_F/√d = 1
 
 
+def test_operands_kept_from_the_last_step_are_those_of_the_weights():
+    """Steps that split R and M anew are the same, also after something else changed them."""
+    banks = [bank(2, 2, 32, 32, dtype=torch.float32) for _ in range(2)]
+    kept, anew = (
+        ManifoldAdam([x], products="tensor_core", parametrisation="product") for x in banks
+    )
+    splits, generator = [], torch.Generator().manual_seed(1)
+    for step in range(8):
+        gradient = torch.randn(banks[0].shape, generator=generator)
+        for x in banks:
+            x.grad = gradient.clone()
+        splits.append(bool(kept._operands))
+        anew._operands.clear()
+        kept.step(), anew.step()
+        assert torch.equal(*banks)
+        for x, optimizer in zip(banks, (kept, anew), strict=True):
+            if step == 3:
+                x.detach()[:, 0] = x.detach()[:, 0].flip(-1)
+            if step == 5:
+                optimizer.state[x]["factor"].neg_()
+    assert splits == [False] + 7 * [True]
+
+
+def test_state_is_complete_where_it_is_read():
+    x = bank(2, 16, 16, dtype=torch.float32)
+    optimizer = random_steps(x, 2)
+    for read in (optimizer.initialise_state, optimizer.state_dict):
+        state = {kind: tensor.clone() for kind, tensor in optimizer.state[x].items()}
+        for kind in ("exp_avg", "exp_avg_sq", "buffer"):
+            optimizer.state[x][kind].triu_()
+        read()
+        assert all(torch.equal(tensor, state[kind]) for kind, tensor in optimizer.state[x].items())
+
+
 @pytest.mark.slow
 def test_drift_of_1500_steps_is_far_below_that_of_bfloat16(monkeypatch):
     d = 128
@@ -194,8 +235,8 @@ def test_drift_of_1500_steps_is_far_below_that_of_bfloat16(monkeypatch):
     random_steps(x, 1500, lr=matched(d))
     assert deviation(x) < 2e-5
 
-    def plain_(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        return x.baddbmm_(left[..., :d].float(), right[:, :d].float())
+    def plain_(x: Tensor, left: Tensor, right: Tensor, times: float = 1) -> Tensor:
+        return x.baddbmm_(left[..., :d].float(), right[:, :d].float(), beta=times)
 
     monkeypatch.setattr(tensor_core, "add_product_", plain_)
     y = bank(1, d, d, dtype=torch.float32)
