@@ -58,6 +58,7 @@ class Workspace:
 PAPER_THRESHOLDS = ((0.05, 2), (0.25, 3), (1.0, 4))
 EXACT = 0
 RULES = ("paper", "bounded")
+SMALLEST_BLOCK = 64  # of `skew_square`: products of smaller ones are slow
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,23 @@ def sizes_for(rule: str, matrix: Tensor, square: Tensor | None = None) -> Tensor
     return torch.linalg.matrix_norm(matrix @ matrix if square is None else square).sqrt()
 
 
+def skew_square(matrix: Tensor, out: Tensor) -> Tensor:
+    """A² of skew matrices [k, d, d].
+
+    It is symmetric: on a CPU, where that pays, four rows of blocks are computed from the diagonal
+    on, 10 of 16 blocks, and mirrored.
+    """
+    block = matrix.shape[-1] // 4
+    if matrix.is_cuda or block < SMALLEST_BLOCK:
+        return torch.bmm(matrix, matrix, out=out)
+    for a, square in zip(matrix, out, strict=True):
+        for start in (0, block, 2 * block, 3 * block):
+            rows = slice(start, start + block if start < 3 * block else None)
+            torch.mm(a[rows], a[:, start:], out=square[rows, start:])
+            square[rows, :start] = square[:start, rows].mT
+    return out
+
+
 def fast_exp(matrix: Tensor, rule: str = "paper", tolerance: float | None = None) -> Tensor:
     """exp(A) of skew matrices [..., d, d] by the rule `paper` or `bounded`."""
     stack = matrix.reshape(-1, *matrix.shape[-2:])
@@ -185,7 +203,7 @@ def multiply_by_exp_(
         if square is not None:
             a_square = square[part]
         else:
-            a_square = torch.bmm(a, a, out=workspace.like("square", a))
+            a_square = skew_square(a, out=workspace.like("square", a))
         change = _exp_minus_identity(a, a_square, run, workspace)
         # X + X·(E-I), not X·E: the small change is not rounded against the identity first.
         x += torch.bmm(x, change, out=workspace.like("product", x))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lipnext_scale import manifold
 from lipnext_scale.manifold import ExpPlan, kernels, tensor_core
-from lipnext_scale.manifold.exponential import RULES, default_tolerance, sizes_for
+from lipnext_scale.manifold.exponential import RULES, default_tolerance, sizes_for, skew_square
 from lipnext_scale.optim.lookahead_nadam import SlowWeights, local_part, swap
 
 # How much of a bank is worked on at once. On the CPU a chunk of all operands should stay in the
@@ -264,7 +264,7 @@ class ManifoldAdam(SlowWeights):
                 if synchronise:
                     torch.mul(buffer, 0.5, out=delta)
             if square is not None:
-                torch.bmm(delta, delta, out=square[part])
+                skew_square(delta, out=square[part])
             sizes[part] = sizes_for(rule, delta, None if square is None else square[part])
         tolerance = group["exp_tolerance"] or default_tolerance(point.dtype)
         return _Move(stack, exponent, square, sizes, synchronise, rule, tolerance)

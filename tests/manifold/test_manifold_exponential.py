@@ -19,7 +19,7 @@ from lipnext_scale.manifold import (
     skew,
     taylor_exp_reference,
 )
-from lipnext_scale.manifold.exponential import EXACT, default_tolerance
+from lipnext_scale.manifold.exponential import EXACT, default_tolerance, skew_square
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -226,6 +226,17 @@ def test_orthogonality_loss_bound_is_nearly_attained(order, share):
 def test_orthogonality_loss_bound_grows_with_rho(order, rho, larger):
     """It may be given any ρ ≥ ‖A‖₂."""
     assert orthogonality_loss_bound(rho, order) <= orthogonality_loss_bound(rho + larger, order)
+
+
+@pytest.mark.parametrize("d", [12, 256, 301])
+def test_square_of_a_skew_matrix_is_symmetric(d):
+    """Also where block rows are computed from the diagonal on, and d is no multiple of them."""
+    a = skew(torch.randn(2, d, d, dtype=torch.float64))
+    square = skew_square(a, torch.full_like(a, torch.nan))
+    torch.testing.assert_close(
+        square, a @ a, rtol=0, atol=d * EPS * float(a.square().sum(-1).max())
+    )
+    assert d < 256 or torch.equal(square, square.mT)
 
 
 # --- the product X·exp(A) ---------------------------------------------------------------------
