@@ -22,6 +22,8 @@ from lipnext_scale.models import kernels as kernels_of_models
 ROOT = Path(__file__).parents[2]
 SMALL = ["model.depth=8", "model.width=1024", "model.blocks_per_bank=4"]
 ROW = "parallel.weight_layout=row"
+DDP, ZERO = "parallel.engine=ddp", "parallel.engine=deepspeed"
+ZERO_3 = "parallel.zero_stage=3"
 
 
 def small(*settings: str, **others: Any) -> dict[str, Any]:
@@ -37,7 +39,7 @@ SMALL_WALKS = {
     "retraction": small(what="retraction"),
     "evaluation": small(what="evaluation"),
     "checkpoint": small(what="checkpoint"),
-    "DDP": small("parallel.engine=ddp", "parallel.reduce_precision=bf16"),
+    "DDP": small(DDP),
 }
 MORE_WALKS = {
     "HSDP, row": small(ROW, nodes=2),
@@ -47,6 +49,8 @@ MORE_WALKS = {
     "retraction, row": small(ROW, what="retraction"),
     "evaluation, row": small(ROW, what="evaluation"),
     "checkpoint, row": small(ROW, what="checkpoint"),
+    "DDP, bf16": small(DDP, "parallel.reduce_precision=bf16"),
+    "DDP, L32W2048": {"settings": ["model.width=2048", DDP]},
     "one GPU": small("parallel.engine=single", per_node=1),
     "1B on 1×8": {"config": "imagenet_1b"},
     "1B on 2×8": {"config": "imagenet_1b", "nodes": 2},
@@ -60,10 +64,17 @@ MORE_WALKS = {
     "1B on 1×8, row": {"config": "imagenet_1b", "settings": [ROW]},
     "2B on 2×8, row": {"config": "imagenet_2b", "nodes": 2, "settings": [ROW]},
 }
+ZERO_WALKS = {
+    "ZeRO-1": small(ZERO, "parallel.zero_stage=1"),
+    "ZeRO-2": small(ZERO),
+    "ZeRO-3": small(ZERO, ZERO_3, "model.blocks_per_bank=8"),
+    "1B, ZeRO-2": {"config": "imagenet_1b", "settings": [ZERO]},
+    "1B, ZeRO-3": {"config": "imagenet_1b", "settings": [ZERO, ZERO_3]},
+}
 
 # What a walk may find at most on rank 0: lower a number with what lowers it. A step has no fp32
 # products, none of M and R in its passes, and no waits; one that is logged, retracts, evaluates or
-# writes a checkpoint has some. Elementwise: everything but matrix products.
+# writes a checkpoint has some, and DeepSpeed's. Elementwise: everything but matrix products.
 #
 #   products of d×d matrices in fp32 (the manifold step's), and of M and R in the passes
 #   host waits
@@ -87,7 +98,14 @@ BUDGETS = {
     "evaluation, row":   (  0,   0,    6,   2.3,   314,    0,  0.38),
     "checkpoint":        (  0,   0,    2,   0.0,     0,    0,  0.01),
     "checkpoint, row":   (  0,   0,    2,   0.0,     0,    0,  0.01),
-    "DDP":               (  0,   0,    0,   6.8,    76,  165,  0.19),
+    "DDP":               (  0,   0,    0,   6.8,    76,  165,  0.17),
+    "DDP, bf16":         (  0,   0,    0,   6.8,    76,  165,  0.18),
+    "DDP, L32W2048":     (  0,   0,    0,   6.4,   143,  119,  1.93),
+    "ZeRO-1":            (  0,   0,    4,   6.8,    76,   75,  0.18),
+    "ZeRO-2":            (  0,   0,    7,   6.8,    76,   75,  0.17),
+    "ZeRO-3":            (  0,   0,    6,   6.4,    72,   75,  0.16),
+    "1B, ZeRO-2":        (  0,   0,    7,   7.5,   343,   75,  8.20),
+    "1B, ZeRO-3":        (  0,   0,    6,   6.4,   285,   75,  8.00),
     "one GPU":           (  0,   0,    0,   6.8,   608,   75,  1.03),
     "1B on 1×8":         (  0,   0,    0,   6.4,   285,   75,  7.56),
     "1B on 2×8":         (  0,   0,    0,   6.4,   143,   89,  4.05),
@@ -139,6 +157,12 @@ def more_walks() -> dict[str, dict[str, Any]]:
     return walk_all(MORE_WALKS)
 
 
+@pytest.fixture(scope="module")
+def zero_walks() -> dict[str, dict[str, Any]]:
+    pytest.importorskip("deepspeed")
+    return walk_all(ZERO_WALKS)
+
+
 def require_within_budget(name: str, found: dict[str, Any]) -> None:
     assert "error" not in found, found["error"]
     assert not found["unpriced"]
@@ -157,17 +181,24 @@ def test_more_and_full_steps_stay_within_their_budgets(name, more_walks):
     require_within_budget(name, more_walks[name])
 
 
-@pytest.mark.parametrize("name", ["bank", "row", "HSDP"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZERO_WALKS)
+def test_steps_of_zero_stay_within_their_budgets(name, zero_walks):
+    require_within_budget(name, zero_walks[name])
+
+
+@pytest.mark.parametrize("name", ["bank", "row", "HSDP", "DDP"])
 def test_the_plan_counts_what_a_step_sends(name, small_walks):
     """Bytes sent by a rank, as `plan` says, of the tensors that the step gives to collectives."""
     walk, sent = SMALL_WALKS[name], small_walks[name]["collective_bytes"]
     recipe = load_recipe(str(ROOT / "configs" / "imagenet_1b.yaml"), walk["settings"])
     nodes = walk.get("nodes", 1)
     planned = estimate_of_rank(recipe.parallel, recipe.model, recipe.optim, 8 * nodes, 8)
-    replicated = (nodes - 1) / nodes  # of a block that one of them steps
-    gathered = sent["_allgather_base_"] * 7 / 8 + sent.get("broadcast_", 0) * replicated
+    replicas = 8 if name == "DDP" else nodes
+    replicated = (replicas - 1) / replicas  # of a block that one of them steps
+    gathered = sent.get("_allgather_base_", 0) * 7 / 8 + sent.get("broadcast_", 0) * replicated
     assert gathered == planned.all_gather
-    reduced = sent["_reduce_scatter_base_"] * 7 / 8 + sent.get("reduce_", 0) * replicated
+    reduced = sent.get("_reduce_scatter_base_", 0) * 7 / 8 + sent.get("reduce_", 0) * replicated
     assert reduced == planned.reduce_scatter
     scalars = 8  # the gradient's norm
     assert (sent["allreduce_"] - scalars) * 2 * replicated == planned.all_reduce
