@@ -27,7 +27,7 @@ import lipnext_scale
 from lipnext_scale.manifold import kernels
 
 PACKAGE = str(Path(lipnext_scale.__file__).parent) + "/"
-DEEPSPEED = "/site-packages/deepspeed/"
+DEEPSPEED = "/site-packages/deepspeed/runtime/"
 BLOCKS = "models/fused.py"  # what blocks do passes through it, forward and backward
 
 # Left and right operand by argument name, and what the product is added to.
