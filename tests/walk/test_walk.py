@@ -18,6 +18,7 @@ from lipnext_scale.config.recipe import load_recipe
 from lipnext_scale.distributed.estimate import estimate_of_rank
 from lipnext_scale.manifold import kernels as kernels_of_manifold
 from lipnext_scale.models import kernels as kernels_of_models
+from lipnext_scale.plan import plan, product_times
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["model.depth=8", "model.width=1024", "model.blocks_per_bank=4"]
@@ -40,6 +41,7 @@ SMALL_WALKS = {
     "evaluation": small(what="evaluation"),
     "checkpoint": small(what="checkpoint"),
     "DDP": small(DDP),
+    "merged": small("optim.parametrisation=merged"),
 }
 MORE_WALKS = {
     "HSDP, row": small(ROW, nodes=2),
@@ -98,6 +100,7 @@ BUDGETS = {
     "evaluation, row":   (  0,   0,    6,   2.3,   314,    0,  0.38),
     "checkpoint":        (  0,   0,    2,   0.0,     0,    0,  0.01),
     "checkpoint, row":   (  0,   0,    2,   0.0,     0,    0,  0.01),
+    "merged":            (  0,   0,    0,   6.8,    76,   61,  0.17),
     "DDP":               (  0,   0,    0,   6.8,    76,  165,  0.17),
     "DDP, bf16":         (  0,   0,    0,   6.8,    76,  165,  0.18),
     "DDP, L32W2048":     (  0,   0,    0,   6.4,   143,  119,  1.93),
@@ -202,6 +205,20 @@ def test_the_plan_counts_what_a_step_sends(name, small_walks):
     assert reduced == planned.reduce_scatter
     scalars = 8  # the gradient's norm
     assert (sent["allreduce_"] - scalars) * 2 * replicated == planned.all_reduce
+
+
+@pytest.mark.parametrize("name", ["bank", "row", "HSDP", "DDP", "recomputed", "merged"])
+def test_the_plan_times_the_products_that_a_step_has(name, small_walks):
+    """At rates of 1 TFLOPS seconds are TFLOP; of bf16x3 the ledger has three."""
+    walk, counted = SMALL_WALKS[name], small_walks[name]["tflop"]["bf16"]
+    recipe = load_recipe(str(ROOT / "configs" / "imagenet_1b.yaml"), walk["settings"])
+    ranks = 8 * walk.get("nodes", 1)
+    names = ("product_bf16_tokens_tflops", "product_bf16_to_fp32_tflops")
+    rates = dict.fromkeys(names, 1.0) | {"product_bf16x3_tflops": 1 / 3}
+    blocks = plan(recipe, ranks, 8)[2]
+    assert sum(blocks) == recipe.model.depth  # none is stepped twice
+    times = product_times(recipe, ranks, blocks[0], rates)
+    assert times.all / 1e3 == pytest.approx(counted, rel=1e-6)
 
 
 # The ledger itself. Without gradients fake tensors need no guard.
