@@ -1,5 +1,6 @@
 """The plan command: shapes, balance and bytes of runs that no test machine could hold."""
 
+import json
 import os
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def test_a_billion_parameters_on_eight_nodes(capsys: pytest.CaptureFixture[str])
 def test_rows_over_64_ranks() -> None:
     """64 rows of each matrix on every rank, a block owned by every second, none by the others."""
     settings = ["parallel.weight_layout=row", "parallel.shard_size=64"]
-    described, estimates = plan(load_recipe(ONE, settings), 64, 8)
+    described, estimates, _ = plan(load_recipe(ONE, settings), 64, 8)
     assert "fsdp 1 × 64, row layout" in described
     assert [e.matrices for e in estimates] == [2] * 32 + [0] * 32
     assert all(e.all_to_all > 0 and e.buffers > 0 and e.all_reduce == 0 for e in estimates)
@@ -89,7 +90,7 @@ def test_small_models_have_small_units(capsys: pytest.CaptureFixture[str]) -> No
 def test_every_rank_is_planned_as_itself() -> None:
     """Though it is taken from its fellow in the first replica, which has another share."""
     recipe = load_recipe(DIGITS, ["parallel.shard_size=3", "data.batch_size=60", "model.depth=4"])
-    _, estimates = plan(recipe, 6, 6)
+    _, estimates, _ = plan(recipe, 6, 6)
     for rank in range(6):
         with fake_group(rank, 6):
             engine = build_engine(recipe.parallel, "cpu", 6)
@@ -97,6 +98,29 @@ def test_every_rank_is_planned_as_itself() -> None:
         assert estimates[rank] == own
     assert estimates[0] == estimates[3]  # of two blocks, one each
     assert estimates[1].optimizer > estimates[4].optimizer  # of one
+
+
+TIMES = """
+products of a step, at the rates of a GPU, width 4096
+  ranks  forward  backward  manifold       all
+   0-31  5.26 ms  10.52 ms   7.79 ms  23.57 ms
+  32-63  5.26 ms  10.52 ms   0.00 ms  15.78 ms
+elementwise passes, collectives, the head, Lookahead and the loader come on top
+"""
+
+
+def test_products_have_times_at_measured_rates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of eight nodes that share the step: a rank steps a block or none."""
+    rates = {"bf16_tokens": 320, "fp32": 50, "bf16_to_fp32": 300, "bf16x3": 100, "bf16": 310}
+    file, arguments = tmp_path / "gpu.json", ["--config", ONE, "--ranks", "64", "--rates"]
+    measured = {f"product_{name}_tflops": rate for name, rate in rates.items()}
+    file.write_text(json.dumps({"device": "a GPU", "width": 4096, **measured}))
+    assert run_plan(capsys, *arguments, str(file)).endswith(TIMES)
+    with pytest.raises(SystemExit):
+        main([*arguments, str(file), "optim.products=fp32"])
+    assert capsys.readouterr().err.startswith("error: optim.products = 'fp32': is not timed")
 
 
 MEASURED = """
@@ -123,6 +147,8 @@ MISTAKES = [
     (["--ranks", "3"], "data.batch_size = 256: must be a multiple of 3 process"),
     (["--ranks", "8", "parallel.shard_size=3"], "parallel.shard_size = 3: must divide"),
     (["--ranks", "8", "parallel.engine=deepspeed"], "parallel.engine = 'deepspeed': is not planne"),
+    (["--ranks", "8", "--rates", ONE], f"--rates = {ONE!r}: must be a file that `python -m lip"),
+    (["--ranks", "8", "--rates", "none.json"], "--rates = 'none.json': must be a file that"),
     (["--ranks", "8", "model.widht=64"], "model.widht = 64: unknown key; did you mean model.width"),
 ]
 

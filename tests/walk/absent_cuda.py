@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,11 +72,14 @@ def _replace(**names: Any) -> None:
         "device_count": 8,
         "get_device_capability": (9, 0),
         "get_device_name": NAME,
+        "get_device_properties": SimpleNamespace(major=9, minor=0, total_memory=80 << 30),
         "is_available": True,
         "is_initialized": True,
         "max_memory_allocated": 0,
         "max_memory_reserved": 0,
         "memory_allocated": 0,
+        "memory_stats": {},
+        "reset_peak_memory_stats": None,
         "set_device": None,
     }
     names |= {name: lambda *_, value=value, **__: value for name, value in constants.items()}

@@ -27,6 +27,7 @@ import lipnext_scale
 from lipnext_scale.manifold import kernels
 
 PACKAGE = str(Path(lipnext_scale.__file__).parent) + "/"
+DEEPSPEED = "/site-packages/deepspeed/runtime/"
 BLOCKS = "models/fused.py"  # what blocks do passes through it, forward and backward
 
 # Left and right operand by argument name, and what the product is added to.
@@ -86,7 +87,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Place:
-    """The innermost line of the package that is running."""
+    """The innermost line of the package, or of DeepSpeed, that is running."""
 
     line: str = "?"
     function: str = "?"
@@ -97,9 +98,7 @@ class Place:
         line = function = "?"
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith(PACKAGE):
-                inside = file.removeprefix(PACKAGE)
+            if inside := _inside(frame.f_code.co_filename):
                 if line == "?":
                     line = f"{inside}:{frame.f_lineno}"
                 if function[0] in "?<":  # nothing yet, or <genexpr> and the like
@@ -110,6 +109,13 @@ class Place:
         return cls(line, function)
 
 
+def _inside(file: str) -> str:
+    """The file's path in the package; `deepspeed/…` in DeepSpeed; "" elsewhere."""
+    if file.startswith(PACKAGE):
+        return file.removeprefix(PACKAGE)
+    return "".join(file.rpartition("deepspeed/")[1:]) if DEEPSPEED in file else ""
+
+
 # --------------------------------------------------------------------------------------------------
 # Values for what the host reads: a training that goes well.
 
@@ -117,7 +123,8 @@ ORDINARY_STEP, LOOKAHEAD_STEP = 60_001, 60_000  # of the paper's settings
 # By the function that reads. 1e-3 is what a matrix drifts in an epoch at most; words of the row
 # layout's owners are 0 where nothing failed.
 FLOATS = {"require_orthogonal": 1e-6, "polar_retract": 1e-3, "finish_to_shards": 0.0}
-FALSE_IN = {"polar_retract"}  # "is any matrix far from O(d)?"; elsewhere "are all finite?"
+# "Is any matrix far from O(d)?", "is the norm not finite?"; elsewhere "are all finite?".
+FALSE_IN = {"polar_retract", "is_invalid_grad_norm"}
 # ‖Δ‖_F, and all other numbers: orders 3 and 4 of the exponential, which cost alike.
 USUAL = 0.5
 

@@ -18,10 +18,13 @@ from lipnext_scale.config.recipe import load_recipe
 from lipnext_scale.distributed.estimate import estimate_of_rank
 from lipnext_scale.manifold import kernels as kernels_of_manifold
 from lipnext_scale.models import kernels as kernels_of_models
+from lipnext_scale.plan import plan, product_times
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["model.depth=8", "model.width=1024", "model.blocks_per_bank=4"]
 ROW = "parallel.weight_layout=row"
+DDP, ZERO = "parallel.engine=ddp", "parallel.engine=deepspeed"
+ZERO_3 = "parallel.zero_stage=3"
 
 
 def small(*settings: str, **others: Any) -> dict[str, Any]:
@@ -37,7 +40,8 @@ SMALL_WALKS = {
     "retraction": small(what="retraction"),
     "evaluation": small(what="evaluation"),
     "checkpoint": small(what="checkpoint"),
-    "DDP": small("parallel.engine=ddp", "parallel.reduce_precision=bf16"),
+    "DDP": small(DDP),
+    "merged": small("optim.parametrisation=merged"),
 }
 MORE_WALKS = {
     "HSDP, row": small(ROW, nodes=2),
@@ -47,6 +51,8 @@ MORE_WALKS = {
     "retraction, row": small(ROW, what="retraction"),
     "evaluation, row": small(ROW, what="evaluation"),
     "checkpoint, row": small(ROW, what="checkpoint"),
+    "DDP, bf16": small(DDP, "parallel.reduce_precision=bf16"),
+    "DDP, L32W2048": {"settings": ["model.width=2048", DDP]},
     "one GPU": small("parallel.engine=single", per_node=1),
     "1B on 1×8": {"config": "imagenet_1b"},
     "1B on 2×8": {"config": "imagenet_1b", "nodes": 2},
@@ -60,10 +66,17 @@ MORE_WALKS = {
     "1B on 1×8, row": {"config": "imagenet_1b", "settings": [ROW]},
     "2B on 2×8, row": {"config": "imagenet_2b", "nodes": 2, "settings": [ROW]},
 }
+ZERO_WALKS = {
+    "ZeRO-1": small(ZERO, "parallel.zero_stage=1"),
+    "ZeRO-2": small(ZERO),
+    "ZeRO-3": small(ZERO, ZERO_3, "model.blocks_per_bank=8"),
+    "1B, ZeRO-2": {"config": "imagenet_1b", "settings": [ZERO]},
+    "1B, ZeRO-3": {"config": "imagenet_1b", "settings": [ZERO, ZERO_3]},
+}
 
 # What a walk may find at most on rank 0: lower a number with what lowers it. A step has no fp32
 # products, none of M and R in its passes, and no waits; one that is logged, retracts, evaluates or
-# writes a checkpoint has some. Elementwise: everything but matrix products.
+# writes a checkpoint has some, and DeepSpeed's. Elementwise: everything but matrix products.
 #
 #   products of d×d matrices in fp32 (the manifold step's), and of M and R in the passes
 #   host waits
@@ -87,7 +100,15 @@ BUDGETS = {
     "evaluation, row":   (  0,   0,    6,   2.3,   314,    0,  0.38),
     "checkpoint":        (  0,   0,    2,   0.0,     0,    0,  0.02),
     "checkpoint, row":   (  0,   0,    2,   0.0,     0,    0,  0.01),
-    "DDP":               (  0,   0,    0,   6.8,    76,   99,  0.17),
+    "merged":            (  0,   0,    0,   6.8,    76,   51,  0.16),
+    "DDP":               (  0,   0,    0,   6.8,    76,  109,  0.16),
+    "DDP, bf16":         (  0,   0,    0,   6.8,    76,  109,  0.17),
+    "DDP, L32W2048":     (  0,   0,    0,   6.4,   143,  109,  1.91),
+    "ZeRO-1":            (  0,   0,    4,   6.8,    76,   55,  0.18),
+    "ZeRO-2":            (  0,   0,    7,   6.8,    76,   55,  0.17),
+    "ZeRO-3":            (  0,   0,    6,   6.4,    72,   55,  0.16),
+    "1B, ZeRO-2":        (  0,   0,    7,   7.5,   343,   55,  8.09),
+    "1B, ZeRO-3":        (  0,   0,    6,   6.4,   285,   55,  7.88),
     "one GPU":           (  0,   0,    0,   6.8,   608,   51,  1.02),
     "1B on 1×8":         (  0,   0,    0,   6.4,   285,   51,  7.46),
     "1B on 2×8":         (  0,   0,    0,   6.4,   143,   63,  4.00),
@@ -139,6 +160,12 @@ def more_walks() -> dict[str, dict[str, Any]]:
     return walk_all(MORE_WALKS)
 
 
+@pytest.fixture(scope="module")
+def zero_walks() -> dict[str, dict[str, Any]]:
+    pytest.importorskip("deepspeed")
+    return walk_all(ZERO_WALKS)
+
+
 def require_within_budget(name: str, found: dict[str, Any]) -> None:
     assert "error" not in found, found["error"]
     assert not found["unpriced"]
@@ -157,20 +184,41 @@ def test_more_and_full_steps_stay_within_their_budgets(name, more_walks):
     require_within_budget(name, more_walks[name])
 
 
-@pytest.mark.parametrize("name", ["bank", "row", "HSDP"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZERO_WALKS)
+def test_steps_of_zero_stay_within_their_budgets(name, zero_walks):
+    require_within_budget(name, zero_walks[name])
+
+
+@pytest.mark.parametrize("name", ["bank", "row", "HSDP", "DDP"])
 def test_the_plan_counts_what_a_step_sends(name, small_walks):
     """Bytes sent by a rank, as `plan` says, of the tensors that the step gives to collectives."""
     walk, sent = SMALL_WALKS[name], small_walks[name]["collective_bytes"]
     recipe = load_recipe(str(ROOT / "configs" / "imagenet_1b.yaml"), walk["settings"])
     nodes = walk.get("nodes", 1)
     planned = estimate_of_rank(recipe.parallel, recipe.model, recipe.optim, 8 * nodes, 8)
-    replicated = (nodes - 1) / nodes  # of a block that one of them steps
-    gathered = sent["_allgather_base_"] * 7 / 8 + sent.get("broadcast_", 0) * replicated
+    replicas = 8 if name == "DDP" else nodes
+    replicated = (replicas - 1) / replicas  # of a block that one of them steps
+    gathered = sent.get("_allgather_base_", 0) * 7 / 8 + sent.get("broadcast_", 0) * replicated
     assert gathered == planned.all_gather
-    reduced = sent["_reduce_scatter_base_"] * 7 / 8 + sent.get("reduce_", 0) * replicated
+    reduced = sent.get("_reduce_scatter_base_", 0) * 7 / 8 + sent.get("reduce_", 0) * replicated
     assert reduced == planned.reduce_scatter
     scalars = 8  # the gradient's norm
     assert (sent["allreduce_"] - scalars) * 2 * replicated == planned.all_reduce
+
+
+@pytest.mark.parametrize("name", ["bank", "row", "HSDP", "DDP", "recomputed", "merged"])
+def test_the_plan_times_the_products_that_a_step_has(name, small_walks):
+    """At rates of 1 TFLOPS seconds are TFLOP; of bf16x3 the ledger has three."""
+    walk, counted = SMALL_WALKS[name], small_walks[name]["tflop"]["bf16"]
+    recipe = load_recipe(str(ROOT / "configs" / "imagenet_1b.yaml"), walk["settings"])
+    ranks = 8 * walk.get("nodes", 1)
+    names = ("product_bf16_tokens_tflops", "product_bf16_to_fp32_tflops")
+    rates = dict.fromkeys(names, 1.0) | {"product_bf16x3_tflops": 1 / 3}
+    blocks = plan(recipe, ranks, 8)[2]
+    assert sum(blocks) == recipe.model.depth  # none is stepped twice
+    times = product_times(recipe, ranks, blocks[0], rates)
+    assert times.all / 1e3 == pytest.approx(counted, rel=1e-6)
 
 
 # The ledger itself. Without gradients fake tensors need no guard.

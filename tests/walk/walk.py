@@ -7,13 +7,8 @@
 Tensors are fake: shapes, types and devices without numbers. The process group is fake: one rank of
 any number. All else is the package's own code, from the configuration to the optimizers.
 
-DDP's reducer is C++ and looks at memory. Its first step can be walked, with gradients summed in
-bf16, which our own hook does. In float32 it expects a tensor of the fake group's work; before the
-second step it puts gradients into new buckets by their addresses.
-
-ZeRO is not walked. DeepSpeed's start asks the driver itself for NVTX, the device's properties and
-memory statistics, and casts modules by `Module.to`, which cannot swap fake parameters. With these
-replaced it got as far as its optimizers; our part then compares addresses (`ClientOptimizer.step`).
+DDP and DeepSpeed look at memory; memoryless.py answers them. ZeRO with the optimizer on the CPU is
+not walked: its step is the host's.
 """
 
 import argparse
@@ -27,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import absent_cuda
+import memoryless
 import numpy as np
 import torch
 from ledger import LOOKAHEAD_STEP, Ledger
@@ -34,14 +30,13 @@ from roofline import IMAGENET, figures, table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import distributed
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lipnext_scale.checkpoint import CheckpointWriter
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import Batch, TestBatch
-from lipnext_scale.distributed import DDPEngine, Engine, build_engine
+from lipnext_scale.distributed import Engine, build_engine
 from lipnext_scale.distributed.engine import checksums
 from lipnext_scale.distributed.processes import fake_group
 from lipnext_scale.observe import Observer
@@ -177,7 +172,6 @@ def install(ledger: Ledger) -> None:
         return value
 
     FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
-    distributed._verify_param_shape_across_processes = lambda *_: None  # DDP's, by their memory
     if not getattr(DeviceMesh.__getitem__, "real", False):
         with_real_numbers(DeviceMesh, "__getitem__")
     if FakeTensor not in _foreach_supported_types:
@@ -199,11 +193,11 @@ def run(walk: Walk) -> tuple[Ledger, dict[str, Any]]:
     with fake_group(0, walk.ranks):
         engine = build_engine(recipe.parallel, "cuda", walk.per_node)
         with_real_numbers(engine, "build_on_meta")
+        memoryless.prepare(engine)
         with FakeTensors(allow_non_fake_inputs=True), ledger:
             trainer = DatalessTrainer(recipe, engine)
             trainer.optimizers.initialise_state()
-            if not isinstance(engine, DDPEngine):  # whose second step cannot be walked
-                trainer.train_step(trainer.batch())
+            trainer.train_step(trainer.batch())
             trainer.name_phases(ledger)
             ledger.rows.clear()
             with ledger.during("step"):
@@ -234,12 +228,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="walks as JSON on stdin")
     given = parser.parse_intermixed_args()
     if given.list:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr):  # DeepSpeed prints
             found = [outcome(Walk(**walk)) for walk in json.load(sys.stdin)]
         print(json.dumps(found))
         return
     walk = Walk(given.config, given.settings, given.nodes, given.per_node, given.what)
-    ledger, result = run(walk)
+    with redirect_stdout(sys.stderr):
+        ledger, result = run(walk)
     if given.table:
         print(table(ledger.rows, given.table))
     print(json.dumps(result, indent=1))
