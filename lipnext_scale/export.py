@@ -20,9 +20,10 @@ def main(argv: list[str] | None = None) -> None:
     is_file = arguments.out.suffix == SUFFIX
     if arguments.out.is_dir() if is_file else arguments.out.is_file():
         raise UserError(f"--out {arguments.out}: must name a file {SUFFIX}, or a directory")
-    model = RunDirectory(arguments.run).load_model()
+    run = RunDirectory(arguments.run)
+    model = run.load_model()
     try:
-        save_export(model, arguments.out)
+        save_export(model, arguments.out, run.data_facts())
     except OSError as error:
         raise UserError(f"--out {arguments.out}: cannot be written: {error.strerror}") from None
     print(f"{arguments.out}: {sum(p.numel() for p in model.parameters()):,} parameters")

@@ -11,7 +11,7 @@ import json
 import math
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from lipnext_scale.certification.certifier import (
     measure_blocks,
     run_of,
 )
-from lipnext_scale.checkpoint.exports import SUFFIX, stable_parameters
+from lipnext_scale.checkpoint.exports import SUFFIX, export_data, stable_parameters
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import DataConfig, TestBatch, TestSet, open_test_set
 from lipnext_scale.distributed.processes import Processes
@@ -95,7 +95,8 @@ def _data_config(arguments: argparse.Namespace, path: Path, run: RunDirectory | 
         stage = config.stage_dir if Path(config.stage_dir).is_dir() else ""
         config = replace(config, stage_dir=stage)
     elif arguments.data is not None:
-        config = DataConfig(arguments.data, arguments.data, workers=0)
+        resize = export_data(path).test_resize
+        config = DataConfig(arguments.data, arguments.data, test_resize=resize, workers=0)
     else:
         raise UserError(f"{path}: is an export and needs --data, the shards of a test set")
     given = {"test": arguments.data, "test_resize": arguments.resize, "workers": arguments.workers}
@@ -355,17 +356,23 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
     write_atomically(path, (json.dumps(facts, indent=2) + "\n").encode())
 
 
-def write_samples(path: Path, results: SampleResults, name: Callable[[int], str]) -> None:
-    """samples.csv: a row for each sample, radii with all their digits."""
+def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
+    """Numbers with all their digits; None is empty."""
     text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["sample", "name", "label", "prediction", "correct", "radius"])
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    # File names need not be valid Unicode.
+    write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
+
+
+def write_samples(path: Path, results: SampleResults, name: Callable[[int], str]) -> None:
+    """samples.csv: a row for each sample."""
+    rows: list[list[Any]] = [["sample", "name", "label", "prediction", "correct", "radius"]]
     columns = (results.labels, results.predictions, results.correct, results.radii)
     for number, (label, prediction, correct, radius) in enumerate(
         zip(*(column.tolist() for column in columns), strict=True)
     ):
-        rows.writerow([number, name(number), label, prediction, int(correct), repr(radius)])
-    write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
+        rows.append([number, name(number), label, prediction, int(correct), radius])
+    write_csv(path, rows)
 
 
 def read_results(path: Path) -> SampleResults:
@@ -374,6 +381,14 @@ def read_results(path: Path) -> SampleResults:
         rows = list(csv.DictReader(file))
     kinds = {"label": int, "prediction": int, "radius": float}
     return SampleResults(*(np.array([of(row[key]) for row in rows]) for key, of in kinds.items()))
+
+
+def read_certificate(run: RunDirectory) -> tuple[dict[str, Any], SampleResults] | None:
+    """certificate.json and samples.csv; None where they are not, or cannot be read."""
+    try:
+        return json.loads(run.certificate.read_bytes()), read_results(run.samples)
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def table(facts: dict[str, Any]) -> str:

@@ -1,8 +1,9 @@
 """Models outside a run: exports under stable names, and the model that a checkpoint holds.
 
 An export is one safetensors file under the stable names of `models.lipnext`, whose metadata has the
-architecture as JSON, `model`; or a directory of such a file, model.safetensors, and config.json,
-which has the architecture for people and tools.
+architecture as JSON, `model`; in it `data`, which older ones lack, has how test images were made
+and what the classes are called. Or it is a directory of such a file, model.safetensors, and
+config.json, which has the same for people and tools.
 """
 
 import dataclasses
@@ -31,12 +32,20 @@ WEIGHTS = f"model{SUFFIX}"
 CONFIG = "config.json"
 
 
+@dataclasses.dataclass(frozen=True)
+class DataFacts:
+    """test_resize: as of the run's data. classes: the names of the labels; empty: they have none"""
+
+    test_resize: int = 0
+    classes: tuple[str, ...] = ()
+
+
 def stable_parameters(model: LipNeXt) -> dict[str, Tensor]:
     """Views of all parameters by stable name, for any grouping into banks."""
     return {part.name: part.of(part.parameter) for part in named_parts(model)}
 
 
-def save_export(model: LipNeXt, path: Path) -> None:
+def save_export(model: LipNeXt, path: Path, data: DataFacts | None = None) -> None:
     """To one file NAME.safetensors, or to any other name as a directory of the two files."""
     tensors = {
         name: tensor.detach().cpu().contiguous().clone()
@@ -44,13 +53,16 @@ def save_export(model: LipNeXt, path: Path) -> None:
     }
     # The grouping of blocks into banks is not part of the function.
     plain = configuration.to_dict(dataclasses.replace(model.config, blocks_per_bank=0))
-    content = save(tensors, metadata={"model": json.dumps(plain)})
+    facts = configuration.to_dict(data or DataFacts())
+    # One key: safetensors writes several in any order, and files of one model would differ.
+    content = save(tensors, metadata={"model": json.dumps({**plain, "data": facts})})
     if path.suffix == SUFFIX:
         write_atomically(path, content)
     else:
         path.mkdir(parents=True, exist_ok=True)
         write_atomically(path / WEIGHTS, content)
-        write_atomically(path / CONFIG, json.dumps({"model": plain}, indent=2).encode())
+        described = json.dumps({"model": plain, "data": facts}, indent=2)
+        write_atomically(path / CONFIG, described.encode())
 
 
 def is_export(path: Path) -> bool:
@@ -77,10 +89,21 @@ def open_export(path: Path) -> Iterator[tuple[LipNeXtConfig, Any]]:
             )
         try:
             described = json.loads(metadata["model"])
+            if isinstance(described, dict):
+                described.pop("data", None)
             config = configuration.from_dict(LipNeXtConfig, described, "model")
         except ValueError as error:
             raise UserError(f"{weights}: its architecture cannot be built: {error}") from None
         yield config, file
+
+
+def export_data(path: Path) -> DataFacts:
+    with open_export(path) as (_, file):
+        stored = json.loads(file.metadata()["model"]).get("data", {})
+    try:
+        return configuration.from_dict(DataFacts, stored, "data")
+    except ValueError as error:
+        raise UserError(f"{path}: its `data` cannot be read: {error}") from None
 
 
 def load_export(path: Path) -> LipNeXt:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lipnext_scale.checkpoint import latest_checkpoint
-from lipnext_scale.checkpoint.exports import load_checkpoint_model
+from lipnext_scale.checkpoint.exports import DataFacts, load_checkpoint_model
 from lipnext_scale.config.recipe import CHANGEABLE, Recipe, load_recipe
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.utils import config as configuration
@@ -35,6 +35,7 @@ class RunDirectory:
         self.profile = self.path / "profile"
         self.checked_shards = self.path / "checked_shards.txt"
         self.bad_samples = self.path / "bad_samples.txt"
+        self.classes = self.path / "classes.json"
         # Exists after SIGUSR1 has stopped the run, until it continues.
         self.requeue = self.path / "requeue"
         self.hangs = self.path / "hangs"
@@ -61,8 +62,11 @@ class RunDirectory:
         except OSError as error:
             raise self._not_writable(error) from None
 
-    def open_for(self, recipe: Recipe, checked_shards: list[str]) -> None:
-        """Take the lock; write the resolved configuration and which shards were checked."""
+    def open_for(
+        self, recipe: Recipe, checked_shards: list[str], classes: tuple[str, ...] = ()
+    ) -> None:
+        """Take the lock; write the resolved configuration, which shards were checked, and the names
+        of the classes."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock.take()
@@ -70,6 +74,8 @@ class RunDirectory:
             self.requeue.unlink(missing_ok=True)
             if checked_shards:
                 write_atomically(self.checked_shards, "\n".join(checked_shards).encode())
+            if classes:
+                write_atomically(self.classes, json.dumps(classes).encode())
         except OSError as error:
             raise self._not_writable(error) from None
 
@@ -102,6 +108,13 @@ class RunDirectory:
             return load_recipe(str(self.config))
         except ConfigError as error:
             raise UserError(f"{self.config}: {error}") from None
+
+    def data_facts(self) -> DataFacts:
+        """What an export says of the data; runs of sets without class names have no classes.json"""
+        names = ()
+        if self.classes.is_file():
+            names = tuple(json.loads(self.classes.read_bytes()))
+        return DataFacts(self.recipe().data.test_resize, names)
 
     def load_model(self, checkpoint: Path | None = None) -> LipNeXt:
         """The slow weights of the newest checkpoint, or of a given one."""

@@ -52,19 +52,19 @@ def image_header(encoded: bytes) -> tuple[str, int, int, int]:
 
 def decode(
     encoded: bytes,
-    record: Record,
+    record: Record | None,
     channels: int = 0,
     at_least: int = 0,
     scratch: np.ndarray | None = None,
 ) -> np.ndarray:
     """Pixels [H, W, channels]; greyscale becomes RGB where 3 channels are wanted.
 
-    channels: 0: as many as are stored.
+    record: None for an image file. channels: 0: as many as are stored.
     at_least: a JPEG whose sides are twice that or more may come out smaller, but not below;
     libjpeg-turbo then decodes a half, a quarter or an eighth of each side.
     scratch: bytes that a JPEG may be decoded into: fresh memory costs 3 % of the decoding.
     """
-    if record.kind == KINDS["raw"]:
+    if record is not None and record.kind == KINDS["raw"]:
         shape = (record.height, record.width, record.channels)
         return _raw(encoded, channels or record.channels, shape)
     channels = channels or image_header(encoded)[3]

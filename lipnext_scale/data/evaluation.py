@@ -16,6 +16,7 @@ from lipnext_scale.data.augment import AugmentConfig, centre_crop, require_size,
 from lipnext_scale.data.catalog import Catalog, open_catalog
 from lipnext_scale.data.config import DataConfig
 from lipnext_scale.data.decode import BadSample, decode
+from lipnext_scale.data.index import Record
 from lipnext_scale.data.loader import BatchMaker, StreamLoader, lost_a_worker, made_by_workers
 from lipnext_scale.data.source import SampleStore, Source, SourceOptions
 from lipnext_scale.utils.config import ConfigError
@@ -119,15 +120,22 @@ class TestSet(Dataset[_Made]):
         """A test set is certified sample by sample, so a bad one has no substitute."""
         try:
             encoded, record = self._store.read(sample)
-            image = decode(encoded, record, self._channels)
-            if self.resize:
-                image = centre_crop(resize_short_side(image, self.resize), self._size)
-            require_size(image, self._size)
+            out[...] = network_input(encoded, record, self._size, self._channels, self.resize)
         except BadSample as reason:
             name = self._store.name(sample)
             raise UserError(f"{self.catalog.key}: {name} {reason}") from None
-        out[...] = image
         return record.label
+
+
+def network_input(
+    encoded: bytes, record: Record | None, size: int, channels: int, resize: int
+) -> np.ndarray:
+    """A test image [size, size, channels]; resize: as of TestSet."""
+    image = decode(encoded, record, channels)
+    if resize:
+        image = centre_crop(resize_short_side(image, resize), size)
+    require_size(image, size)
+    return image
 
 
 def rank_share(count: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
@@ -197,6 +205,12 @@ class DataSets:
             substitute=self._config.on_bad_sample == "substitute",
         )
         return Source(catalog, options)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Of the labels; all sets that name them agree, as far as they go."""
+        named = [names for catalog in self.all for names in catalog.class_names]
+        return max(named, key=len, default=())
 
     def test_set(self, rank: int = 0, world_size: int = 1) -> TestSet:
         resize, workers = self._config.test_resize, self._config.workers

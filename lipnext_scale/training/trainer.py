@@ -88,7 +88,8 @@ class Trainer:
             self.last_step,
             self.total_steps,
         )
-        self.processes.on_rank0(lambda: self.directory.open_for(recipe, checked))
+        classes = self.data.class_names
+        self.processes.on_rank0(lambda: self.directory.open_for(recipe, checked, classes))
         self.bad_samples = BadSamples(
             recipe.data.bad_sample_limit, self.directory.bad_samples, writes=self.is_rank0
         )

@@ -23,7 +23,8 @@ LAYERS = [
     "training",
     "checks",
 ]
-COMMANDS = ["train", "certify", "attack", "export", "doctor", "plan", "bench", "watch"]
+COMMANDS = ["train", "certify", "attack", "predict", "compare", "export"]
+COMMANDS += ["doctor", "plan", "bench", "watch"]
 
 
 def test_every_component_is_in_the_order():
