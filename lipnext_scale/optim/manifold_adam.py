@@ -317,7 +317,8 @@ class ManifoldAdam(SlowWeights):
             r, m = (kernels.split_left(s.point[part], s.lo) for s in (rotations, factors))
             tensor_core.product(m, r.mT, out=weight[part])
             operands.append([r, m])
-        self._operands[parameter] = _versions(parameter, state), operands
+        if operands:
+            self._operands[parameter] = _versions(parameter, state), operands
 
     # State
 
