@@ -31,7 +31,7 @@ from lipnext_scale.optim.lookahead_nadam import SlowWeights, local_part, swap
 
 # How much of a bank is worked on at once. On the CPU a chunk of all operands should stay in the
 # cache; on a GPU it need only be large enough to fill the device, and bounds the temporary memory.
-CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
+CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
 # A start further from O(d) than this is a mistake of the caller, not rounding.
 INITIAL_ORTHOGONALITY_LIMIT = 1e-4
 SecondMomentInit = Literal["paper", "zero"]
