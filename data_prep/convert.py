@@ -24,7 +24,7 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
@@ -56,6 +56,7 @@ from lipnext_scale.data.index import (
     read_index,
     write_index,
 )
+from lipnext_scale.utils.config import leaves
 from lipnext_scale.utils.errors import ArgumentParser, UserError
 from lipnext_scale.utils.files import PARTIAL, atomic_file, file_sha256, write_atomically
 from lipnext_scale.utils.progress import Progress
@@ -200,7 +201,14 @@ def only_conversion_in(out: Path) -> Iterator[None]:
     """Keep other conversions out of the directory until this one and all its workers have ended:
     forked workers share the lock."""
     path, deadline = out / LOCK, time.monotonic() + PATIENCE
-    while (descriptor := _locked(path)) is None:
+    while True:
+        lock = path.open("a")
+        with suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The lock of a file that was removed meanwhile excludes no process.
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                break
+        lock.close()
         if time.monotonic() > deadline:
             raise UserError(
                 f"--out {out}: another conversion is writing there; wait for it, or give another "
@@ -211,21 +219,7 @@ def only_conversion_in(out: Path) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _locked(path: Path) -> int | None:
-    """A descriptor that holds the lock, unless its file was removed meanwhile: the lock of a file
-    without a name excludes no process."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(descriptor)
-    return None
+        lock.close()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -337,21 +331,21 @@ class SetPlan:
         """What is there of the set: its index if it is complete, else the notes of the shards that
         are finished, or nothing; of anything else, a UserError. Where bad images are to fail, a
         shard that was finished without some is made again: they may have been fixed."""
-        out, strict = self.options.out, self.options.on_bad == "fail"
+        out = self.options.out
         journal = Journal(out, self.name)
-        plan = journal.plan()
-        if plan is not None:
+        if (plan := journal.plan()) is not None:
             _require_same(journal.directory, "an unfinished set", plan, self.identity)
-            notes = journal.finished(self.shards)
-            return {k: note for k, note in notes.items() if not (strict and note.skipped)}
+            notes = journal.finished(self.shards).items()
+            skips = self.options.on_bad == "skip"
+            return {shard: note for shard, note in notes if skips or not note.skipped}
         path = index_paths(out, self.name)[0]
         if path.exists():
-            return self._complete(path, strict)
+            return self._complete(path)
         for stray in sorted(out.glob(f"{self.name}-*.tar*")):
             raise UserError(f"{stray}: belongs to no known set; remove it, or give another --out")
         return None
 
-    def _complete(self, path: Path, strict: bool) -> SetIndex:
+    def _complete(self, path: Path) -> SetIndex:
         """The index that is there, of this set."""
         index = read_index(path)
         # An earlier version may have written it.
@@ -366,7 +360,7 @@ class SetPlan:
                     f"{file}: is missing or not of the size in {path.name}; remove {path.name} and "
                     "the set's shards to convert it again"
                 )
-        if strict and index.skipped:
+        if index.skipped and self.options.on_bad == "fail":
             raise UserError(
                 f"{self.name}: is complete, but without {len(index.skipped)} bad images; accept it "
                 "with --on-bad skip, or remove it"
@@ -414,24 +408,23 @@ class SetPlan:
 
 
 def _require_same(where: Path, what: str, there: dict[str, Any], identity: dict[str, Any]) -> None:
-    if differences := list(_differences(there, json.loads(json.dumps(identity)))):
+    has, asked = leaves(there), leaves(json.loads(json.dumps(identity)))
+    differences = []
+    for key in {**asked, **has}:
+        name = key.removeprefix("converter.").removeprefix("settings.")
+        if has.get(key) == asked.get(key):
+            continue
+        if key == "source.fingerprint":
+            differences.append("the names, labels or sizes in its source differ")
+        elif key == "classes":
+            differences.append("its classes differ")
+        else:
+            differences.append(f"its {name} differs: {has.get(key)}, asked for {asked.get(key)}")
+    if differences:
         raise UserError(
             f"{where}: {what} is there: {', '.join(differences)}; give another --out, or remove it "
             "with its shards"
         )
-
-
-def _differences(there: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for name in {**asked, **there}:
-        has, wanted = there.get(name), asked.get(name)
-        if isinstance(has, dict) and isinstance(wanted, dict):
-            inner = "" if name in ("converter", "settings") else f"{name}."
-            yield from _differences(has, wanted, inner)
-        elif has != wanted and name == "fingerprint":
-            yield "the names, labels or sizes in its source differ"
-        elif has != wanted:
-            values = "" if name == "classes" else f": {has}, asked for {wanted}"
-            yield f"its {prefix}{name} differ{'s'[: name != 'classes']}{values}"
 
 
 # --------------------------------------------------------------------------------------------------
