@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
+    CancelledError,
     Future,
     ProcessPoolExecutor,
     ThreadPoolExecutor,
@@ -24,6 +25,7 @@ import numpy as np
 
 from lipnext_scale.data.catalog import is_remote, resolve_shards
 from lipnext_scale.data.index import index_paths, set_name
+from lipnext_scale.utils.collectives import reason_of
 from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError
 from lipnext_scale.utils.files import nearest_existing
 from lipnext_scale.utils.progress import Progress
@@ -89,12 +91,6 @@ def writing(what: object, hint: str = "") -> Iterator[None]:
         raise
     except OSError as error:
         raise UserError(f"{what}: cannot be written: {reason_of(error)}{hint}") from None
-
-
-def reason_of(error: Exception) -> str:
-    """In one line."""
-    text = getattr(error, "strerror", None) or str(error).split("\n")[0]
-    return text or type(error).__name__
 
 
 def text_lines(path: Path) -> list[str]:
@@ -237,10 +233,6 @@ def in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-class _Stopped(Exception):
-    """Another task failed: this one need not be finished."""
-
-
 _worker: tuple[Callable[[Any, Callable[[], None]], Any], Any, Any]
 
 
@@ -265,7 +257,7 @@ def _work(task: Any) -> Any:
     def advance() -> None:
         with done.get_lock():
             done.value += 1
-        if stop.value:
-            raise _Stopped
+        if stop.value:  # another task has failed
+            raise CancelledError
 
     return function(task, advance)

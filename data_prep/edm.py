@@ -32,7 +32,6 @@ from data_prep.common import (
     LOG_SECONDS,
     number,
     reading,
-    reason_of,
     require_space,
     text_lines,
     writing,
@@ -48,6 +47,7 @@ from data_prep.sources import (
     sorted_entries,
     subfolders,
 )
+from lipnext_scale.utils.collectives import reason_of
 from lipnext_scale.utils.errors import UserError, command
 from lipnext_scale.utils.progress import Progress
 

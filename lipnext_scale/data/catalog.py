@@ -373,7 +373,7 @@ def _open_set(
             return
     elif not json_path.exists():
         return
-    index = read_index(json_path, counts=False)
+    index = read_index(json_path)
     if is_remote(directory):
         (npy_path,) = stage_all([f"{directory}/{npy_path.name}"], cache, [index.records])
         digests = {entry.file: entry.sha256 for entry in index.shards}

@@ -56,8 +56,6 @@ class Record(NamedTuple):
 
 KINDS = {"jpeg": 1, "png": 2, "raw": 3}  # raw: uint8 pixels [height, width, channels]
 _NUMBERED = re.compile(r"^(?P<name>.+)-\d+\.tar$")
-# As it is written; in a name that looks like it every " has a backslash before it.
-_COUNTS = b'"class_counts": {'
 
 
 @dataclass(frozen=True)
@@ -125,17 +123,10 @@ def write_index(
     return index
 
 
-def read_index(path: Path, counts: bool = True) -> SetIndex:
-    """An index.json; a damaged one is refused by name.
-
-    counts: with class_counts, which are nearly all of a large index and take their time.
-    """
+def read_index(path: Path) -> SetIndex:
+    """An index.json; a damaged one is refused by name."""
     try:
-        content = path.read_bytes()
-        if not counts:
-            before, *others = content.split(_COUNTS)
-            content = _COUNTS.join([before, *(other[other.index(b"}") :] for other in others)])
-        values = json.loads(content)
+        values = json.loads(path.read_bytes())
         values["shards"] = [ShardEntry(**shard) for shard in values["shards"]]
         index = SetIndex(**values)
         # A shard lies beside its index, nowhere else.
