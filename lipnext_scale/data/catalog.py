@@ -122,23 +122,15 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lipnext_scale"
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Where copies are kept, and the configuration key that says so."""
-
-    directory: Path
-    key: str = "data.cache_dir"
-
-
-def staged_path(shard: str, cache: Cache) -> Path:
+def staged_path(shard: str, cache: Path) -> Path:
     """Where a remote shard is kept: its directory's hash keeps sets of one name apart."""
     if shard.startswith("pipe:"):
-        return cache.directory / f"pipe-{hashlib.sha256(shard.encode()).hexdigest()[:16]}.tar"
+        return cache / f"pipe-{hashlib.sha256(shard.encode()).hexdigest()[:16]}.tar"
     directory, _, file = shard.rpartition("/")
-    return cache.directory / hashlib.sha256(directory.encode()).hexdigest()[:16] / file
+    return cache / hashlib.sha256(directory.encode()).hexdigest()[:16] / file
 
 
-def stage(shard: str, cache: Cache, sha256: str | None = None) -> Path:
+def stage(shard: str, cache: Path, sha256: str | None = None) -> Path:
     """Copy a remote file into the cache, once for all processes of the node.
 
     sha256: what the copy must have. FileNotFoundError: there is no such file.
@@ -146,10 +138,6 @@ def stage(shard: str, cache: Cache, sha256: str | None = None) -> Path:
     path = staged_path(shard, cache)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        where = f"{cache.key} = {str(cache.directory)!r}"
-        raise UserError(f"{where}: cannot be written: {error.strerror}") from None
-    try:
         with path.with_name(f"{path.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_staged(shard, cache):
@@ -161,7 +149,7 @@ def stage(shard: str, cache: Cache, sha256: str | None = None) -> Path:
     return path
 
 
-def stage_all(shards: list[str], cache: Cache, digests: list[str | None]) -> list[Path]:
+def stage_all(shards: list[str], cache: Path, digests: list[str | None]) -> list[Path]:
     """Several at a time; digests: the sha256 that each must have, if known."""
 
     def copied(shard: str, sha256: str | None) -> Path:
@@ -174,7 +162,7 @@ def stage_all(shards: list[str], cache: Cache, digests: list[str | None]) -> lis
         return list(pool.map(copied, shards, digests))
 
 
-def is_staged(shard: str, cache: Cache) -> bool:
+def is_staged(shard: str, cache: Path) -> bool:
     """Whether a copy is there. Only of file:// shards it is known whether they changed since."""
     path = staged_path(shard, cache)
     if not path.exists() or not shard.startswith(FILE):
@@ -313,10 +301,16 @@ def open_catalog(
     if copy_local and not is_builtin(pattern):
         parts = [(part, [as_url(name) for name in found]) for part, found in parts]
     names = [name for _, found in parts for name in found]
-    copies = Cache(cache or default_cache(), "data.stage_dir" if copy_local else "data.cache_dir")
-    indexed = _indexed_shards(parts, copies, known)
+    cache = cache or default_cache()
+    if any(map(is_remote, names)):
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            where = "data.stage_dir" if copy_local else "data.cache_dir"
+            raise UserError(f"{where} = '{cache}': cannot be written: {error.strerror}") from None
+    indexed = _indexed_shards(parts, cache, known)
     alone = [name for name in names if name not in indexed and is_remote(name)]
-    paths = dict(zip(alone, stage_all(alone, copies, [None] * len(alone)), strict=True))
+    paths = dict(zip(alone, stage_all(alone, cache, [None] * len(alone)), strict=True))
     room = int(memory_limit_gb * 1e9)
     shards = []
     for name in names:
@@ -334,7 +328,7 @@ def open_catalog(
 
 
 def _indexed_shards(
-    parts: list[tuple[str, list[str]]], cache: Cache, known: Set[str]
+    parts: list[tuple[str, list[str]]], cache: Path, known: Set[str]
 ) -> dict[str, Shard]:
     """The shards that have an index beside them."""
     by_set: dict[tuple[str, str], list[str]] = {}
@@ -358,7 +352,7 @@ def _open_set(
     name: str,
     members: list[str],
     sought: Set[str],
-    cache: Cache,
+    cache: Path,
     known: Set[str],
 ) -> Iterator[tuple[str, Shard]]:
     """(name, shard) of the members, nothing without an index. A remote set is copied into the

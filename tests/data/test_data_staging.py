@@ -11,7 +11,7 @@ import pytest
 from sets_making import data_config, write_set
 
 from lipnext_scale.data import Catalog, DataConfig, DataSets, catalog
-from lipnext_scale.data.catalog import Cache, as_url, check_shards, stage
+from lipnext_scale.data.catalog import as_url, check_shards, stage
 from lipnext_scale.utils.errors import UserError
 
 COUNTS = [3, 5, 2]
@@ -105,7 +105,7 @@ def test_ranks_of_a_node_that_start_together(tmp_path: Path, shards: str, killed
 
     def stage_slowly() -> None:
         catalog._open_remote = open_slowly
-        copy = stage(shard, Cache(node))
+        copy = stage(shard, node)
         assert copy.read_bytes() == Path(shard.removeprefix("file://")).read_bytes()
 
     ranks = [context.Process(target=stage_slowly) for _ in range(1 if killed else 2)]
