@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -47,14 +46,3 @@ def test_shards_hold_nothing_of_the_machine_that_wrote_them(written, tmp_path):
         assert (tmp_path / name).read_bytes() == (written / name).read_bytes()
         packed = (BUILTIN / "digits" / name).read_bytes()
         assert packed[3] == 0 and packed[4:8] == bytes(4) and len(packed) < 500_000
-
-
-def test_pixels_are_those_of_scikit_learn(shipped):
-    """Every image is rint(v·255/16) of the original with its key's number, and so is its label."""
-    raw = pytest.importorskip("sklearn.datasets").load_digits()
-    for samples in shipped.values():
-        assert samples.images.dtype == torch.uint8 and samples.images.shape[1:] == (1, 8, 8)
-        numbers = [int(key) for key in samples.keys]
-        expected = np.rint(raw.images[numbers] * 255 / 16).astype(np.uint8)
-        assert np.array_equal(samples.images[:, 0].numpy(), expected)
-        assert np.array_equal(samples.labels.numpy(), raw.target[numbers])

@@ -196,6 +196,10 @@ def is_refused(main: Callable[[list[str]], None], *argv: object) -> str:
 QUICK = ("--workers", 0)
 
 
+def argv(source: Path, out: Path, *options: object) -> tuple:
+    return ("--source", source, "--out", out, *QUICK, *options)
+
+
 def convert_train(source: Path, out: Path, *options: object) -> str:
     """Of class folders the set train, in shards of four; what the command printed."""
     argv = ("--source", source, "--out", out, "--split", "train", "--shard-samples", 4)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prep_sources import (
+    argv,
     cifar10_batches,
     cifar10_files,
     cifar_batch,
@@ -20,6 +21,7 @@ from prep_sources import (
     tar_gz_of,
     write_files,
 )
+from shard_making import Runs
 
 from data_prep import cifar
 from lipnext_scale.data.index import read_index
@@ -27,10 +29,6 @@ from lipnext_scale.data.index import read_index
 pytestmark = pytest.mark.slow  # all of them together take half a minute
 
 DIRECTORY = "cifar-10-batches-py"
-
-
-def argv(source: Path, out: Path, *options: object) -> tuple:
-    return ("--source", source, "--out", out, "--workers", 0, *options)
 
 
 def cifar100_files(count: int = 6) -> dict[str, bytes]:
@@ -97,16 +95,6 @@ def test_cifar100(tmp_path):
     assert "its source.labels differs: fine_labels, asked for coarse_labels" in error
     ten = write_files(tmp_path / "ten", cifar10_files())
     assert "no coarse labels" in is_refused(cifar.main, *argv(ten, tmp_path / "o", "--coarse"))
-
-
-class Runs:
-    """Its pickle calls whatever it is given."""
-
-    def __init__(self, *call) -> None:
-        self.call = call
-
-    def __reduce__(self):
-        return self.call
 
 
 @pytest.mark.parametrize("place", ["data", "label", "meta", "all"])
