@@ -26,11 +26,14 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> str:
     return str(path)
 
 
-def encode(pixels: np.ndarray, kind: str = "png", mode: str | None = None) -> bytes:
+def encode(
+    pixels: np.ndarray, kind: str = "PNG", mode: str | None = None, **options: object
+) -> bytes:
     """An image file; `mode` is a Pillow mode to convert to first."""
     image = Image.fromarray(pixels)
     buffer = io.BytesIO()
-    (image.convert(mode) if mode else image).save(buffer, format="JPEG" if kind != "png" else "PNG")
+    kind = "JPEG" if kind == "jpg" else kind.upper()
+    (image.convert(mode) if mode else image).save(buffer, format=kind, **options)
     return buffer.getvalue()
 
 
@@ -46,3 +49,8 @@ class Runs:
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def sample(key: str, image: bytes = encode(noise(4, 4)), label: object = 0, kind: str = "png"):
+    """The members of a sample: its class and its image."""
+    return [(f"{key}.cls", str(label).encode()), (f"{key}.{kind}", image)]

@@ -9,16 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_making import encode, noise, tar_bytes, write_tar
+from shard_making import encode, noise, sample, tar_bytes, write_tar
 
 from lipnext_scale.data import read_samples, resolve_shards
 from lipnext_scale.utils.config import ConfigError
 from lipnext_scale.utils.errors import UserError
-
-
-def sample(key: str, image: bytes, label: object = 0, kind: str = "png") -> list:
-    return [(f"{key}.cls", str(label).encode()), (f"{key}.{kind}", image)]
-
 
 # --- decoding ---------------------------------------------------------------------------------
 

@@ -8,20 +8,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_making import Runs, encode, noise, tar_bytes, write_tar
+from shard_making import Runs, encode, noise, sample, tar_bytes, write_tar
 from webdataset.tariterators import tarfile_samples
 
 from lipnext_scale.data.index import KINDS, RECORD, Record, sample_key, scan_tar
 from lipnext_scale.utils.errors import UserError
 
-IMAGE = encode(noise(4, 4))
+IMAGE = sample("a")[1][1]
 every_format = pytest.mark.parametrize(
     "format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT]
 )
-
-
-def sample(key: str, image: bytes = IMAGE, label: object = 0, kind: str = "png") -> list:
-    return [(f"{key}.cls", str(label).encode()), (f"{key}.{kind}", image)]
 
 
 def records_of(path: str | Path) -> list[Record]:

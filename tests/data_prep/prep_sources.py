@@ -14,24 +14,17 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from shard_making import encode as encoded
 from shard_making import noise, tar_bytes
 
 from data_prep import imagenet
-from lipnext_scale.data.index import KINDS, index_paths, map_records, read_index
+from lipnext_scale.data.index import KINDS, Record, index_paths, map_records, read_index
 
 
 def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
     """RGB pixels as photographs have them: JPEG comes close to them."""
     small = Image.fromarray(noise(3, 3, 3, seed=seed))
     return np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
-
-
-def encoded(pixels: np.ndarray, kind: str = "PNG", mode: str | None = None, **options) -> bytes:
-    """An image file; `mode` is a Pillow mode to convert to first."""
-    image = Image.fromarray(pixels)
-    buffer = io.BytesIO()
-    (image.convert(mode) if mode else image).save(buffer, format=kind, **options)
-    return buffer.getvalue()
 
 
 def decoded(content: bytes) -> np.ndarray:
@@ -219,8 +212,7 @@ def samples_of(out: Path, name: str) -> dict[str, Sample]:
     json_path, npy_path = index_paths(out, name)
     index = read_index(json_path)
     records = map_records(npy_path, index.samples)
-    kinds = {number: kind for kind, number in KINDS.items()}
-    found, place = {}, 0
+    found, rest = {}, iter(records)
     for shard in index.shards:
         content = (out / shard.file).read_bytes()
         assert len(content) == shard.bytes
@@ -228,19 +220,15 @@ def samples_of(out: Path, name: str) -> dict[str, Sample]:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             members = [(entry.name, tar.extractfile(entry).read()) for entry in tar]
         assert len(members) == 2 * shard.samples
-        for k in range(shard.samples):
-            (cls_name, label), (image_name, image) = members[2 * k : 2 * k + 2]
-            record = records[place]
-            start = int(record["offset"])
-            assert content[start : start + int(record["size"])] == image
-            assert int(record["label"]) == int(label)
+        for (cls_name, label), (image_name, image) in zip(members[::2], members[1::2], strict=True):
+            record = Record(*next(rest).item())
+            assert content[record.offset :][: record.size] == image and record.label == int(label)
             key, suffix = image_name.split(".")
-            kind = kinds[int(record["kind"])]
-            assert cls_name == f"{key}.cls" and suffix == {"jpeg": "jpg", "png": "png"}[kind]
-            shape = tuple(int(record[field]) for field in ("height", "width", "channels"))
-            found[key] = Sample(int(label), image, kind, shape)
-            place += 1
-    assert len(found) == index.samples == place
+            kind = {"jpg": "jpeg", "png": "png"}[suffix]
+            assert cls_name == f"{key}.cls" and record.kind == KINDS[kind]
+            shape = (record.height, record.width, record.channels)
+            found[key] = Sample(record.label, image, kind, shape)
+    assert len(found) == index.samples
     return found
 
 
