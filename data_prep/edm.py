@@ -20,7 +20,7 @@ import re
 import struct
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
@@ -131,9 +131,7 @@ def zip_labels(path: Path, members: Mapping[str, zipfile.ZipInfo]) -> dict[str, 
     where = f"--source {path}: its {LABELS}"
     with reading(where):
         text = read_member(path, members[LABELS])
-    labels = dataset_labels(text, where)
-    require_all_labelled(f"--source {path}", {name for name in members if is_image(name)}, labels)
-    return {name: labels[name] for name in sorted(labels, key=os.fsencode)}
+    return dataset_labels(text, where, filter(is_image, members))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,13 +242,13 @@ def edm_folder_files(root: Path) -> list[ImageFile]:
     """EDM's folder: dataset.json has the labels of all images below."""
     with reading(root / LABELS):
         text = (root / LABELS).read_bytes()
-    labels, names = dataset_labels(text, str(root / LABELS)), image_names(root, recursive=True)
-    require_all_labelled(str(root / LABELS), set(names), labels)
-    return [ImageFile(name, labels[name], (root / name).stat().st_size) for name in names]
+    labels = dataset_labels(text, str(root / LABELS), image_names(root, recursive=True))
+    return [ImageFile(name, label, (root / name).stat().st_size) for name, label in labels.items()]
 
 
-def dataset_labels(text: bytes, where: str) -> dict[str, int]:
-    """{"labels": [["00000/img00000000.png", 3], …]} as name → label."""
+def dataset_labels(text: bytes, where: str, images: Iterable[str]) -> dict[str, int]:
+    """{"labels": [["00000/img00000000.png", 3], …]} as name → label, in the order of the names:
+    those of all images, and no others."""
     try:
         pairs: Any = json.loads(text)["labels"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -265,14 +263,9 @@ def dataset_labels(text: bytes, where: str) -> dict[str, int]:
         if name in labels:
             raise UserError(f"{where} has {name!r} twice")
         labels[name] = label
-    return labels
-
-
-def require_all_labelled(where: str, images: set[str], labels: Mapping[str, int]) -> None:
-    """Every image has a label, every label its image."""
-    for name in sorted(images ^ labels.keys()):
-        missing = "image" if name in labels else "label"
-        raise UserError(f"{where}: {name!r} has no {missing}")
+    for name in sorted(set(images) ^ labels.keys()):
+        raise UserError(f"{where}: {name!r} has no {'image' if name in labels else 'label'}")
+    return {name: labels[name] for name in sorted(labels, key=os.fsencode)}
 
 
 def is_image(name: str) -> bool:
@@ -280,15 +273,14 @@ def is_image(name: str) -> bool:
 
 
 def image_names(root: Path, recursive: bool = False, below: str = "") -> list[str]:
-    """The images in a folder by their paths from `root`, sorted; links to folders are not
-    followed."""
+    """The images in a folder by their paths from `root`; links to folders are not followed."""
     found: list[str] = []
     for entry in sorted_entries(root / below):
         if recursive and entry.is_dir(follow_symlinks=False):
             found += image_names(root, recursive, f"{below}{entry.name}/")
         elif is_image(entry.name) and entry.is_file():
             found.append(below + entry.name)
-    return sorted(found, key=os.fsencode)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------

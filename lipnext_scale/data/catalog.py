@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from glob import glob, has_magic
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,12 @@ def _resolve_parts(pattern: str, key: str) -> list[tuple[str, list[str]]]:
         raise ConfigError(key, pattern, f"is not a pattern: {error}") from None
     resolved = []
     for part in parts:
-        found = _matches(part, key, pattern)
+        try:
+            found = _matches(part)
+        except (
+            Exception
+        ) as error:  # each protocol has its own: missing packages, hosts, credentials
+            raise ConfigError(key, pattern, f"cannot be opened: {error}") from None
         if not found:
             right = "a tar of images and .cls labels"
             if os.path.isdir(part):
@@ -88,20 +93,17 @@ def _resolve_parts(pattern: str, key: str) -> list[tuple[str, list[str]]]:
     return resolved
 
 
-def _matches(part: str, key: str, pattern: str) -> list[str]:
+def _matches(part: str) -> list[str]:
     """The files one part without braces means; none if one of them is not there."""
     if part.startswith("pipe:"):
         return [part]
     if not is_remote(part):
         found = sorted(glob(part)) if has_magic(part) else [part]
         return found if all(os.path.isfile(path) for path in found) else []
-    try:
-        system, path = fsspec.core.url_to_fs(part)
-        if has_magic(path):
-            return sorted(system.unstrip_protocol(found) for found in system.glob(path))
-        return [part] if system.exists(path) else []
-    except Exception as error:  # each protocol has its own: missing packages, hosts, credentials
-        raise ConfigError(key, pattern, f"cannot be opened: {error}") from None
+    system, path = fsspec.core.url_to_fs(part)
+    if has_magic(path):
+        return sorted(system.unstrip_protocol(found) for found in system.glob(path))
+    return [part] if system.exists(path) else []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -131,10 +133,8 @@ def staged_path(shard: str, cache: Path) -> Path:
 
 
 def stage(shard: str, cache: Path, sha256: str | None = None) -> Path:
-    """Copy a remote file into the cache, once for all processes of the node.
-
-    sha256: what the copy must have. FileNotFoundError: there is no such file.
-    """
+    """Copy a remote file into the cache, once for all processes of the node; sha256: what it must
+    have."""
     path = staged_path(shard, cache)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def stage(shard: str, cache: Path, sha256: str | None = None) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_staged(shard, cache):
                 _copy(shard, path, sha256)
-    except (FileNotFoundError, UserError):
+    except UserError:
         raise
     except Exception as error:  # each protocol has its own
         raise UserError(f"{shard}: cannot be copied to {path.parent}: {error}") from None
@@ -151,15 +151,8 @@ def stage(shard: str, cache: Path, sha256: str | None = None) -> Path:
 
 def stage_all(shards: list[str], cache: Path, digests: list[str | None]) -> list[Path]:
     """Several at a time; digests: the sha256 that each must have, if known."""
-
-    def copied(shard: str, sha256: str | None) -> Path:
-        try:
-            return stage(shard, cache, sha256)
-        except FileNotFoundError:
-            raise UserError(f"{shard}: no such file") from None
-
     with ThreadPoolExecutor(_STREAMS) as pool:
-        return list(pool.map(copied, shards, digests))
+        return list(pool.map(stage, shards, repeat(cache), digests))
 
 
 def is_staged(shard: str, cache: Path) -> bool:
@@ -361,10 +354,11 @@ def _open_set(
     json_path, npy_path = index_paths(Path(directory), name)
     files, paths = [os.path.basename(member) for member in members], members
     if is_remote(directory):
-        try:
-            json_path = stage(f"{directory}/{json_path.name}", cache)
-        except FileNotFoundError:
+        url = f"{directory}/{json_path.name}"
+        system, path = fsspec.core.url_to_fs(url)
+        if not system.exists(path):
             return
+        json_path = stage(url, cache)
     elif not json_path.exists():
         return
     index = read_index(json_path)
