@@ -104,12 +104,9 @@ class _DataOnly(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return self.ALLOWED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, which is not data"
-            ) from None
+        if (module, name) not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not data")
+        return self.ALLOWED[module, name]
 
 
 def unpickled(content: bytes, where: str) -> dict[str, Any]:

@@ -148,10 +148,7 @@ class Journal:
 
     def plan(self) -> dict[str, Any] | None:
         """What the unfinished set here is, None if there is none."""
-        try:
-            return dict(json.loads(self._plan.read_bytes()))
-        except FileNotFoundError:
-            return None
+        return dict(json.loads(self._plan.read_bytes())) if self._plan.exists() else None
 
     def begin(self, plan: dict[str, Any]) -> None:
         self.directory.mkdir()
@@ -159,8 +156,7 @@ class Journal:
 
     def write(self, shard: int, note: ShardNote) -> None:
         packed = base64.b64encode(note.records.tobytes()).decode()
-        facts = {"skipped": note.skipped, "changes": note.changes}
-        values = {"entry": asdict(note.entry), "records": packed, **facts}
+        values = asdict(note) | {"records": packed}
         write_atomically(self._note_path(shard), json.dumps(values).encode())
 
     def finished(self, shards: int) -> dict[int, ShardNote]:
@@ -168,14 +164,12 @@ class Journal:
         renamed, so its bytes are not read again."""
         found = {}
         for shard in range(shards):
-            try:
+            with suppress(FileNotFoundError):
                 values = json.loads(self._note_path(shard).read_bytes())
                 entry = ShardEntry(**values["entry"])
                 records = np.frombuffer(base64.b64decode(values["records"]), dtype=RECORD)
                 if (self._out / entry.file).stat().st_size == entry.bytes:
                     found[shard] = ShardNote(entry, records, values["skipped"], values["changes"])
-            except FileNotFoundError:
-                continue
         return found
 
     def remove(self) -> None:

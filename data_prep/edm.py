@@ -90,15 +90,11 @@ class ZipImages(Listing):
     """A collection of zip members."""
 
     def __init__(
-        self,
-        path: Path,
-        classes: Sequence[str],
-        members: Mapping[str, zipfile.ZipInfo],
-        labels: Mapping[str, int],
+        self, path: Path, members: Mapping[str, zipfile.ZipInfo], labels: Mapping[str, int]
     ) -> None:
         infos = [members[name] for name in labels]
         files = [ImageFile(m.filename, labels[m.filename], m.file_size) for m in infos]
-        super().__init__(path, classes, files)
+        super().__init__(path, [], files)
         columns = ("header_offset", "compress_size", "CRC", "compress_type", "flag_bits")
         self._facts = {c: np.array([getattr(m, c) for m in infos], np.int64) for c in columns}
 
@@ -287,43 +283,36 @@ def image_names(root: Path, recursive: bool = False, below: str = "") -> list[st
 # The command.
 
 
-def class_names(
-    labels: Sequence[int] | np.ndarray, names: list[str], number: int, source: Path
-) -> list[str]:
+def class_names(labels: np.ndarray, names: list[str], number: int, source: Path) -> list[str]:
     """The classes' names, if the labels are among them; `number`: of classes, 0 if not known."""
     lowest, highest = int(np.min(labels)), int(np.max(labels))
     count = number or min(highest + 1, MOST_CLASSES)
     if lowest < 0 or highest >= count:
-        allowed = f"0 to {(number or MOST_CLASSES) - 1}"
         reason = f", for there are {number} classes" if number else ""
         raise UserError(
-            f"--source {source}: has labels from {lowest} to {highest}; they must be {allowed}"
-            f"{reason}"
+            f"--source {source}: has labels from {lowest} to {highest}; they must be 0 to "
+            f"{(number or MOST_CLASSES) - 1}{reason}"
         )
     return names or [str(label) for label in range(count)]
 
 
-def open_source(source: Path, names: list[str], number: int) -> tuple[Collection, str]:
-    """The collection of a source in any form, and what that form is."""
+def open_source(source: Path, names: list[str]) -> tuple[Collection, str]:
+    """The collection of a source in any form, without its classes, and what that form is."""
     if source.is_dir():
         edm = (source / LABELS).exists()
         files = edm_folder_files(source) if edm else class_folder_files(source, names)
         if not files:
             raise UserError(f"--source {source}: holds no images")
-        classes = class_names([file.label for file in files], names, number, source)
         form = f"EDM's folder with {LABELS}" if edm else "a folder for each class"
-        return FolderImages(source, classes, files), form
+        return FolderImages(source, [], files), form
     if not source.is_file():
         raise UserError(f"--source {source}: there is no such file or folder")
     members = zip_directory(source)
     if LABELS not in members and any(name.endswith(".npy") for name in members):
         npz = NpzImages(source, members)
-        npz.classes = class_names(npz.labels, names, number, source)
         _, height, width, channels = npz.shape
         return npz, f"an .npz of {height}×{width} images with {channels} channels"
-    in_zip = zip_labels(source, members)
-    classes = class_names(list(in_zip.values()), names, number, source)
-    return ZipImages(source, classes, members, in_zip), "EDM's zip"
+    return ZipImages(source, members, zip_labels(source, members)), "EDM's zip"
 
 
 @command
@@ -345,7 +334,8 @@ def main(argv: list[str] | None = None) -> None:
     if names and count not in (None, len(names)):
         raise UserError(f"--num-classes {count}: but --classes-file names {len(names)}")
     source: Path = arguments.source
-    collection, form = open_source(source, names, count or len(names))
+    collection, form = open_source(source, names)
+    collection.classes = class_names(collection.labels, names, count or len(names), source)
     print(f"{source}: {form}: {len(collection):,} images of {len(collection.classes):,} classes")
     if isinstance(collection, NpzImages) and not arguments.dry_run:
         collection.prepare(arguments.out)

@@ -25,24 +25,11 @@ from lipnext_scale.utils.errors import UserError
 from lipnext_scale.utils.files import atomic_file, file_sha256, write_atomically
 
 FORMAT = "lipnext_scale shards 1"
-# Where the encoded image lies in its shard, its class, and what it is (KINDS); a height, width or
-# number of channels of 0 is not known.
-RECORD = np.dtype(
-    [
-        ("offset", "<u8"),
-        ("size", "<u4"),
-        ("label", "<i4"),
-        ("height", "<u2"),
-        ("width", "<u2"),
-        ("channels", "u1"),
-        ("kind", "u1"),
-        ("reserved", "<u2"),
-    ]
-)
 
 
 class Record(NamedTuple):
-    """A RECORD in Python's own numbers."""
+    """Where the encoded image lies in its shard, its class, and what it is (KINDS); a height, width
+    or number of channels of 0 is not known. In Python's own numbers; stored as RECORD."""
 
     offset: int
     size: int
@@ -54,6 +41,8 @@ class Record(NamedTuple):
     reserved: int
 
 
+_STORED = ("<u8", "<u4", "<i4", "<u2", "<u2", "u1", "u1", "<u2")
+RECORD = np.dtype(list(zip(Record._fields, _STORED, strict=True)))
 KINDS = {"jpeg": 1, "png": 2, "raw": 3}  # raw: uint8 pixels [height, width, channels]
 _NUMBERED = re.compile(r"^(?P<name>.+)-\d+\.tar$")
 
