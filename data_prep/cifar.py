@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.common import reading
-from data_prep.convert import SetSource, conversion_options, conversion_parser, run_conversions
+from data_prep.convert import SetSource, conversion_parser, run_conversions
 from data_prep.sources import Collection, archived_files
 from lipnext_scale.utils.errors import UserError, command
 
@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     edition = edition_of(files, arguments.coarse, arguments.source)
     source = provenance(files, edition)
     sets = [SetSource(part, collection(files, edition, part), source) for part in edition.files]
-    run_conversions(sets, conversion_options(arguments, "data_prep.cifar"))
+    run_conversions(sets, arguments)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -80,20 +80,6 @@ _NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9_-]+")
 # The options that all converters share.
 
 
-@dataclass(frozen=True)
-class ConversionOptions:
-    """How a set is written; `converter` is the command's name, such as data_prep.cifar."""
-
-    converter: str
-    out: Path
-    seed: int = 0
-    shard_samples: int = 0  # 0: by the samples' size
-    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
-    rules: ImageRules = ImageRules()
-    on_bad: str = "fail"
-    dry_run: bool = False
-
-
 def conversion_parser(name: str, doc: str | None) -> ArgumentParser:
     """A converter's parser with --out and all that changes how, not what, is converted."""
     parser = command_parser(name, doc)
@@ -114,14 +100,8 @@ def conversion_parser(name: str, doc: str | None) -> ArgumentParser:
     bad = "damaged or unknown images: name them and fail (default), or leave them out and list them"
     add("--on-bad", choices=("fail", "skip"), default="fail", help=bad)
     add("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    parser.set_defaults(converter=parser.prog)
     return parser
-
-
-def conversion_options(arguments: argparse.Namespace, converter: str) -> ConversionOptions:
-    shared = ("out", "seed", "shard_samples", "workers", "on_bad", "dry_run")
-    rules = ImageRules(arguments.short_side, arguments.quality, arguments.max_pixels)
-    given = {name: getattr(arguments, name) for name in shared}
-    return ConversionOptions(converter, rules=rules, **given)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,21 +255,22 @@ def _share(collection: Collection, rules: ImageRules) -> float:
 
 
 class SetPlan:
-    """A set as the options want it written; `converter` and `source` go into its index."""
+    """A set as the options of `conversion_parser` want it written; `converter` and `source` go into
+    its index."""
 
-    def __init__(self, one: SetSource, options: ConversionOptions) -> None:
+    def __init__(self, one: SetSource, options: argparse.Namespace) -> None:
         self.name, self.options, self._collection = one.name, options, one.collection
         collection = self._collection
         self.samples = len(collection)
         if not self.samples:
             raise UserError(f"{one.name}: the source holds no samples")
         estimates = (collection.estimated_bytes(i) for i in range(self.samples))
-        sizes = np.fromiter(estimates, np.int64, self.samples) * _share(collection, options.rules)
+        self._rules = rules = ImageRules(options.short_side, options.quality, options.max_pixels)
+        sizes = np.fromiter(estimates, np.int64, self.samples) * _share(collection, rules)
         self._bytes = np.ceil(sizes / BLOCK).astype(np.int64) * BLOCK + SAMPLE_OVERHEAD
         self.shard_samples = options.shard_samples or default_shard_samples(self._bytes)
         self.shards = -(-self.samples // self.shard_samples)
         # What the bytes depend on: not --workers, and --quality only where images are scaled.
-        rules = options.rules
         settings = {"seed": options.seed, "shard_samples": self.shard_samples}
         settings |= {"short_side": rules.short_side, "max_pixels": rules.max_pixels}
         settings |= {"quality": rules.quality} if rules.short_side else {}
@@ -371,7 +352,7 @@ class SetPlan:
             with atomic_file(path) as file, open_tar(file) as tar:
                 for number in self.numbers(shard).tolist():
                     try:
-                        image = stored_image(self._loaded(number), self.options.rules)
+                        image = stored_image(self._loaded(number), self._rules)
                     except BadImage as error:
                         name = printable(self._collection.name(number))
                         skipped.append({"name": name, "reason": printable(str(error))})
@@ -425,7 +406,7 @@ def _require_same(where: Path, what: str, there: dict[str, Any], identity: dict[
 # Writing.
 
 
-def run_conversions(sets: Sequence[SetSource], options: ConversionOptions) -> None:
+def run_conversions(sets: Sequence[SetSource], options: argparse.Namespace) -> None:
     """Write sets; all are planned, and the disk is looked at, before the first byte is written."""
     plans = [SetPlan(one, options) for one in sets]
     with reading(f"--out {options.out}"):

@@ -36,7 +36,7 @@ from data_prep.common import (
     text_lines,
     writing,
 )
-from data_prep.convert import SetSource, conversion_options, conversion_parser, run_conversions
+from data_prep.convert import SetSource, conversion_parser, run_conversions
 from data_prep.encoding import BadImage
 from data_prep.sources import (
     Collection,
@@ -340,8 +340,7 @@ def main(argv: list[str] | None = None) -> None:
     if isinstance(collection, NpzImages) and not arguments.dry_run:
         collection.prepare(arguments.out)
     origin = {"data": "generated images", "form": form}
-    options = conversion_options(arguments, "data_prep.edm")
-    run_conversions([SetSource(name, collection, origin)], options)
+    run_conversions([SetSource(name, collection, origin)], arguments)
 
 
 if __name__ == "__main__":

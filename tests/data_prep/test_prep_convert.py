@@ -260,8 +260,7 @@ def half(source, tmp_path) -> Path:
     directory = tmp_path / "half"
     argv = ("--source", source, "--split", "train", "--shard-samples", "4", "--out", directory)
     arguments = imagenet.parse([str(argument) for argument in argv])
-    options = convert.conversion_options(arguments, "data_prep.imagenet")
-    plan = SetPlan(imagenet.set_sources(arguments)[0], options)
+    plan = SetPlan(imagenet.set_sources(arguments)[0], arguments)
     directory.mkdir()
     Journal(directory, "train").begin(plan.identity)
     for shard in (0, 3):
