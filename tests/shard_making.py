@@ -2,7 +2,9 @@
 
 import gzip
 import io
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,18 @@ def encode(
     kind = "JPEG" if kind == "jpg" else kind.upper()
     (image.convert(mode) if mode else image).save(buffer, format=kind, **options)
     return buffer.getvalue()
+
+
+def png_with(width: int, height: int, bits: int, colour_type: int, data: bytes) -> bytes:
+    """A PNG by hand, for what Pillow does not write; `data` are its rows with filter bytes."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        summed = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + summed
+
+    header = struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0)
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 class Runs:

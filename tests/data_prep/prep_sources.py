@@ -7,7 +7,6 @@ import io
 import pickle
 import struct
 import tarfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,18 +28,6 @@ def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 def decoded(content: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(content)))
-
-
-def png_with(width: int, height: int, bits: int, colour_type: int, data: bytes) -> bytes:
-    """A PNG by hand, for what Pillow does not write; `data` are its rows with filter bytes."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        summed = struct.pack(">I", zlib.crc32(kind + content))
-        return struct.pack(">I", len(content)) + kind + content + summed
-
-    header = struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0)
-    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def write_files(root: Path, files: dict[str, bytes]) -> Path:
