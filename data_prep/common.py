@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -25,6 +24,7 @@ import numpy as np
 
 from lipnext_scale.data.catalog import is_remote, resolve_shards
 from lipnext_scale.data.index import index_paths, set_name
+from lipnext_scale.data.loader import end_with_parent
 from lipnext_scale.utils.collectives import reason_of
 from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError
 from lipnext_scale.utils.files import nearest_existing
@@ -211,7 +211,8 @@ def in_processes(
     """
     context = multiprocessing.get_context("fork")
     done, stop = context.Value("Q", 0), context.RawValue("b", 0)
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (function, done, stop))
+    shared = (os.getpid(), function, done, stop)
+    pool = ProcessPoolExecutor(workers, context, _start_worker, shared)
     shown = 0
     try:
         futures = {pool.submit(_work, task): task for task in tasks}
@@ -233,22 +234,14 @@ def in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[Callable[[Any, Callable[[], None]], Any], Any, Any]
+_worker: tuple[Any, ...]  # the function, `done` and `stop` of in_processes
 
 
-def _start_worker(function: Callable[[Any, Callable[[], None]], Any], done: Any, stop: Any) -> None:
+def _start_worker(parent: int, *worker: Any) -> None:
     global _worker
-    _worker = function, done, stop
+    _worker = worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sets `stop`
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A worker must not go on writing for a parent that was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    end_with_parent(parent)  # it must not go on writing for one that was killed
 
 
 def _work(task: Any) -> Any:

@@ -277,12 +277,16 @@ def start_worker(rank_pid: int, _number: int) -> None:
     """A worker leaves signals to its rank, which stops at a safe moment, and ends when it does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    CDLL(None).prctl(c_int(_PR_SET_PDEATHSIG), c_ulong(signal.SIGKILL))
-    if os.getppid() != rank_pid:  # it died before the line above
-        os._exit(1)
+    end_with_parent(rank_pid)
     cv2.setNumThreads(0)
     keep_freed_memory()
     gc.freeze()  # what is inherited is not looked through again, and so stays shared
+
+
+def end_with_parent(parent: int) -> None:
+    CDLL(None).prctl(c_int(_PR_SET_PDEATHSIG), c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
 
 
 def lost_a_worker(error: RuntimeError) -> bool:
