@@ -3,7 +3,6 @@
 import argparse
 import multiprocessing
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
@@ -27,7 +26,7 @@ from lipnext_scale.data.index import index_paths, set_name
 from lipnext_scale.data.loader import end_with_parent
 from lipnext_scale.utils.collectives import reason_of
 from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError
-from lipnext_scale.utils.files import nearest_existing
+from lipnext_scale.utils.files import free_bytes
 from lipnext_scale.utils.progress import Progress
 
 LOOK_SECONDS = 0.25  # between two looks at the progress of worker processes
@@ -98,11 +97,6 @@ def text_lines(path: Path) -> list[str]:
     with reading(path):
         lines = path.read_text(encoding="utf-8").splitlines()
     return [line.strip() for line in lines if line.strip()]
-
-
-def free_bytes(path: Path) -> int:
-    """On the disk that a path is or will be on."""
-    return shutil.disk_usage(nearest_existing(path)).free
 
 
 def require_space(out: Path, needed: int) -> None:

@@ -36,7 +36,6 @@ from data_prep.common import (
     LOG_SECONDS,
     class_counts,
     command_parser,
-    free_bytes,
     in_processes,
     number,
     reading,
@@ -58,7 +57,13 @@ from lipnext_scale.data.index import (
 )
 from lipnext_scale.utils.config import leaves
 from lipnext_scale.utils.errors import ArgumentParser, UserError
-from lipnext_scale.utils.files import PARTIAL, atomic_file, file_sha256, write_atomically
+from lipnext_scale.utils.files import (
+    PARTIAL,
+    atomic_file,
+    file_sha256,
+    free_bytes,
+    write_atomically,
+)
 from lipnext_scale.utils.progress import Progress
 
 SHARD_BYTES = 100_000_000

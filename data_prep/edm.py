@@ -218,7 +218,7 @@ def class_folder_files(root: Path, names: Sequence[str]) -> list[ImageFile]:
             f"--source {root}: has no class folders and no {LABELS} with "
             '{"labels": [["NAME", LABEL], …]}'
         )
-    if loose := image_names(root):
+    if loose := [entry.name for entry in sorted_entries(root) if is_image(entry.name)]:
         raise UserError(f"--source {root}: holds {loose[0]!r} beside the class folders")
     files = []
     for folder in folders:
@@ -238,7 +238,7 @@ def edm_folder_files(root: Path) -> list[ImageFile]:
     """EDM's folder: dataset.json has the labels of all images below."""
     with reading(root / LABELS):
         text = (root / LABELS).read_bytes()
-    labels = dataset_labels(text, str(root / LABELS), image_names(root, recursive=True))
+    labels = dataset_labels(text, str(root / LABELS), image_names(root))
     return [ImageFile(name, label, (root / name).stat().st_size) for name, label in labels.items()]
 
 
@@ -268,15 +268,12 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def image_names(root: Path, recursive: bool = False, below: str = "") -> list[str]:
-    """The images in a folder by their paths from `root`; links to folders are not followed."""
-    found: list[str] = []
-    for entry in sorted_entries(root / below):
-        if recursive and entry.is_dir(follow_symlinks=False):
-            found += image_names(root, recursive, f"{below}{entry.name}/")
-        elif is_image(entry.name) and entry.is_file():
-            found.append(below + entry.name)
-    return found
+def image_names(root: Path) -> list[str]:
+    """The images below a folder by their paths from there; links to folders are not followed."""
+    with reading(root):
+        paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    shown = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
+    return [path.as_posix() for path in shown if is_image(path.name)]
 
 
 # --------------------------------------------------------------------------------------------------

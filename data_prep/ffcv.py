@@ -26,7 +26,6 @@ from data_prep.common import (
     LONGEST_SIDE,
     class_counts,
     command_parser,
-    free_bytes,
     in_processes,
     number,
     require_space,
@@ -46,7 +45,7 @@ from lipnext_scale.data.index import (
 )
 from lipnext_scale.data.source import SampleStore
 from lipnext_scale.utils.errors import UserError, command
-from lipnext_scale.utils.files import atomic_file, file_sha256
+from lipnext_scale.utils.files import atomic_file, file_sha256, free_bytes
 from lipnext_scale.utils.progress import Progress
 
 # FFCV's RGBImageField has these modes, and for each these options beside max_resolution.
