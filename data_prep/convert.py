@@ -226,14 +226,14 @@ def default_shard_samples(sizes: np.ndarray) -> int:
 def _share(collection: Collection, rules: ImageRules) -> float:
     """What is left of the bytes when images are scaled down, by some that are spread over the set:
     by their full size the disk would seem too small, and shards would become so."""
-    before = after = 0
+    before, after, sizes = 0, 0, collection.sizes()
     places = np.linspace(0, len(collection) - 1, PROBES if rules.short_side else 0).astype(int)
     for i in sorted(set(places.tolist())):
         try:
             after += len(stored_image(collection.load(i), rules).content)
         except (BadImage, OSError):  # the conversion reports it
             continue
-        before += collection.estimated_bytes(i)
+        before += int(sizes[i])
     return round(after / before, 2) or 0.01 if before else 1.0
 
 
@@ -247,9 +247,8 @@ class SetPlan:
         self.samples = len(collection)
         if not self.samples:
             raise UserError(f"{one.name}: the source holds no samples")
-        estimates = (collection.estimated_bytes(i) for i in range(self.samples))
         self._rules = rules = ImageRules(options.short_side, options.quality, options.max_pixels)
-        sizes = np.fromiter(estimates, np.int64, self.samples) * _share(collection, rules)
+        sizes = collection.sizes() * _share(collection, rules)
         self._bytes = np.ceil(sizes / BLOCK).astype(np.int64) * BLOCK + SAMPLE_OVERHEAD
         self.shard_samples = options.shard_samples or default_shard_samples(self._bytes)
         self.shards = -(-self.samples // self.shard_samples)
