@@ -179,8 +179,7 @@ def _row_layout(
     """(sides of the matrices that this rank owns, bytes of buffers, bytes sent) in the row layout.
 
     A rank owns some of the matrices and has rows of all. It sends its rows to their owners, and the
-    owned matrices' rows back. Buffers are outboxes and inboxes both ways, and whole gradients. The
-    words that go with them are not counted.
+    owned matrices' rows back. Buffers are outboxes and inboxes both ways, and whole gradients.
     """
     mesh, config = engine.mesh[SHARD], engine.config
     ranks, rank = mesh.size(), mesh.get_local_rank()
