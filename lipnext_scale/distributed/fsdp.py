@@ -21,19 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.distributed.config import ParallelConfig
-from lipnext_scale.distributed.engine import DTYPES, Engine, Owners, local_range
+from lipnext_scale.distributed.engine import DTYPES, Engine, local_range
 from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.distributed.replicas import (
-    SharedManifoldAdam,
     Sharing,
     bank_sharings,
     reduce_to_shares,
 )
 from lipnext_scale.distributed.rows import RowManifoldAdam
 from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
-from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, Optimizers, local_part
+from lipnext_scale.optim import ManifoldOptimizer, local_part
 from lipnext_scale.utils.config import ConfigError
 
 # --------------------------------------------------------------------------------------------------
@@ -74,7 +72,7 @@ class FSDPEngine(Engine):
         self.mesh = build_mesh(processes.device.type, processes.world_size, size)
         for axis in (REPLICATE, SHARD):
             processes.apply_timeout(self.mesh[axis].get_group())
-        self.owner: RowManifoldAdam | SharedManifoldAdam | None = None
+        self.share_group = self.mesh[REPLICATE].get_group()
         self._last_part = True  # of an accumulated batch
 
     def describe(self) -> str:
@@ -83,11 +81,7 @@ class FSDPEngine(Engine):
         return f"{self.name} {mesh}, {layout}, {self.config.precision}"
 
     def replicate_group(self) -> dist.ProcessGroup | None:
-        return self.mesh[REPLICATE].get_group()
-
-    @property
-    def replica(self) -> int:
-        return self.mesh[REPLICATE].get_local_rank()
+        return self.share_group
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
         self.seed = seed
@@ -134,7 +128,7 @@ class FSDPEngine(Engine):
             return  # FSDP adds the parts of this rank up
         if flat.is_cuda:  # FSDP made it on another stream, and may drop it before this one is done
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        group, rest = self.mesh[REPLICATE].get_group(), flat
+        group, rest = self.share_group, flat
         shards, start = self.mesh[SHARD].size(), 0
         for parameter in (p for p in unit.parameters() if p.requires_grad):
             local, numbers = local_part(parameter), math.prod(parameter.shape[1:])
@@ -161,13 +155,8 @@ class FSDPEngine(Engine):
     def manifold_optimizer(
         self, named: list[tuple[str, nn.Parameter]], **arguments: Any
     ) -> ManifoldOptimizer:
-        if self.shares_step:
-            group, wire = self.mesh[REPLICATE].get_group(), DTYPES[self.config.precision]
-            sharings = bank_sharings(self.model, self.replicas())
-            self.owner = SharedManifoldAdam(named, sharings, group, wire, **arguments)
-            return self.owner
         if self.config.weight_layout == "bank":
-            return ManifoldAdam(named, **arguments)
+            return super().manifold_optimizer(named, **arguments)
         assert len(named) == 2 * self.model.config.depth, "no owner would fill a frozen matrix"
         self.owner = RowManifoldAdam(
             named,
@@ -194,23 +183,10 @@ class FSDPEngine(Engine):
         self.network.set_reshard_after_backward(last or self.config.reshard_after_forward)
         return super().forward(images)
 
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Over all ranks, so that replicas clip by one and the same number."""
-        dist.all_reduce(value)
-        return value
-
     def weights_changed(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def owned_matrices(self) -> Owners | None:
-        return self.owner
-
-    def state_loaded(self, shards: StateShards, optimizers: Optimizers | None) -> None:
-        super().state_loaded(shards, optimizers)
-        if self.owner is not None:
-            self.owner.share_weights()
 
 
 def set_prefetch(groups: list[Any], ahead: int) -> None:

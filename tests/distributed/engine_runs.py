@@ -240,7 +240,7 @@ def whole_shards(tensors: dict[str, Tensor]) -> StateShards:
 
 def require_rows_of_owners(trainer: Trainer) -> None:
     """Every rank's rows or copies are those of the owner, in the type that computes."""
-    owned = trainer.engine.owned_matrices()
+    owned = trainer.engine.owner
     if owned is None:
         return
     dtype = DTYPES[trainer.recipe.parallel.precision]
