@@ -7,7 +7,6 @@ that is there, and prints a table. A label that changes inside its radius is wri
 violations.npz, and the command fails.
 """
 
-import argparse
 import math
 from dataclasses import asdict
 from functools import partial
@@ -34,13 +33,15 @@ from lipnext_scale.certification.report import ATTACKED, refresh_report
 from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.utils.config import as_float
 from lipnext_scale.utils.cpu import keep_freed_memory
-from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError, command
+from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError, command, positive
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
-    settings, epsilons = _settings(arguments), parse_radii(arguments.radii)
+    methods = tuple(dict.fromkeys(arguments.methods))
+    settings = AttackSettings(methods, arguments.restarts, arguments.steps, arguments.seed)
+    epsilons = parse_radii(arguments.radii)
     inside = _number(arguments.inside, "--inside", 1.0)
     assumed = arguments.assume_lipschitz
     lipschitz = None if assumed is None else _number(assumed, "--assume-lipschitz", math.inf)
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="lipnext_scale.attack", description=(__doc__ or "").split("\n")[0])
     add_arguments(parser)
-    number = partial(parser.add_argument, type=int, metavar="N")
+    number = partial(parser.add_argument, type=positive, metavar="N")
     parser.add_argument("--radii", nargs="+", help="radii to attack at, such as 36/255 0.5")
     number("--samples", help="attack this many, evenly spaced (default: all)")
     number("--steps", default=100, help="of each attack (default 100; 20 are a quick look)")
@@ -77,21 +78,13 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--inside", default=str(INSIDE), help=f"share of the radius to attack at (default {INSIDE})"
     )
-    number("--seed", default=0, help="of the points to start at (default 0)")
+    number("--seed", type=int, default=0, help="of the points to start at (default 0)")
     parser.add_argument(
         "--assume-lipschitz",
         metavar="K",
         help="take K for the Lipschitz bound: an experiment, no certificate",
     )
     return parser
-
-
-def _settings(arguments: argparse.Namespace) -> AttackSettings:
-    for name in ("steps", "restarts"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name} {getattr(arguments, name)}: must be at least 1")
-    methods = tuple(dict.fromkeys(arguments.methods))
-    return AttackSettings(methods, arguments.restarts, arguments.steps, arguments.seed)
 
 
 def _number(text: str, name: str, most: float) -> float:
@@ -103,8 +96,8 @@ def _number(text: str, name: str, most: float) -> float:
 
 
 def _evenly_spaced(count: int | None, total: int) -> torch.Tensor:
-    count = total if count is None else count
-    if not 1 <= count <= total:
+    count = count or total
+    if count > total:
         raise UserError(f"--samples {count}: must be 1 to {total}, all samples of the set")
     return torch.arange(count) * total // count
 

@@ -23,7 +23,6 @@ from lipnext_scale.certification.certificate import (
 from lipnext_scale.certification.certifier import Certifier
 from lipnext_scale.data import TestBatch, to_unit_range
 from lipnext_scale.data.order import sample_bits
-from lipnext_scale.models import LipNeXt
 
 Classifier = Callable[[Tensor], Tensor]  # NCHW images → logits
 
@@ -301,7 +300,7 @@ class Points:
 class Attacker:
     def __init__(self, certifier: Certifier, settings: AttackSettings) -> None:
         self.certifier, self.settings = certifier, settings
-        self.search = search_copy(certifier.model)
+        self.search = deepcopy(certifier.model).requires_grad_(False).float()
         self.device = certifier.model.head.weight.device
         memory = GPU_MEMORY if self.device.type == "cuda" else CPU_MEMORY
         config = certifier.model.config
@@ -347,12 +346,6 @@ class Attacker:
         factors = (limits * (1 - STRICTLY) / lengths).clamp(max=1)
         attacked = targets.images.double() + delta * factors.view(-1, 1, 1, 1)
         return (attacked.clamp(0, 1) if clip else attacked).to(targets.images.dtype)
-
-
-@torch.no_grad()
-def search_copy(model: LipNeXt) -> LipNeXt:
-    """The model to search with: float32, no gradients of weights."""
-    return deepcopy(model).requires_grad_(False).float().eval()
 
 
 # --------------------------------------------------------------------------------------------------

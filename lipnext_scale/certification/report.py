@@ -62,11 +62,10 @@ def write_report(
 
 def refresh_report(out: RunDirectory, test: TestSet) -> list[Path]:
     """Add a new attack to the report; nothing if no certificate of the same target is here."""
-    try:
-        facts, results = json.loads(out.certificate.read_bytes()), read_results(out.samples)
-    except (OSError, ValueError, KeyError):
+    if not (out.certificate.is_file() and out.samples.is_file()):
         return []
     try:
+        facts, results = json.loads(out.certificate.read_bytes()), read_results(out.samples)
         if _attack_in(out, facts)[0] is None or len(results) != facts["data"]["samples"]:
             return []
         return write_report(out, facts, results, test)
