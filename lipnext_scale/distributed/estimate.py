@@ -196,7 +196,7 @@ def _row_layout(
     boxes = SLOTS * (max(leaving) + max(arriving)) * (FP32 + width)
     return (
         [side for side, owner in zip(sides, owners, strict=True) if owner == rank],
-        boxes + FP32 * max(gradients),
+        boxes + SLOTS * FP32 * max(gradients),
         FP32 * sum(leaving) + width * sum(arriving),
     )
 

@@ -4,7 +4,7 @@ Each matrix has one owner. A step sends rows of its gradient there and brings ne
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,9 +90,7 @@ def place_units(
 # The parcels for one peer lie together, in the bucket's order, so both ends know all sizes. Shards
 # may be uneven or empty. What a rank has for itself is copied, not sent.
 #
-# Two exchanges may be posted in each direction; each has a pair of buffers, which the next but one
-# uses again. On a GPU waiting orders the streams, and a buffer is packed again only after the wait
-# for its last use.
+# Two exchanges may be posted in each direction.
 
 SLOTS = 2
 Parcel = tuple[int, Tensor]  # goes to, or comes from, the rank of this number
@@ -106,14 +104,9 @@ class PackedExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> None:
-        self._group, self._dtype = group, dtype
+        self._group, self._dtype, self._device = group, dtype, device
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._posted: deque[Callable[[], None]] = deque()
-        # Pairs of outbox and inbox, the next one to use first. They grow in the first step.
-        self._slots = deque(
-            [torch.zeros(0, dtype=dtype, device=device) for _ in ("outbox", "inbox")]
-            for _ in range(SLOTS)
-        )
 
     @torch.no_grad()
     def post(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> None:
@@ -124,7 +117,10 @@ class PackedExchange:
         outgoing[self._rank], incoming[self._rank] = [], []
         out_sizes = [sum(t.numel() for t in tensors) for tensors in outgoing]
         in_sizes = [sum(t.numel() for t in tensors) for tensors in incoming]
-        outbox, inbox = self._boxes(sum(out_sizes), sum(in_sizes))
+        outbox, inbox = (
+            torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+            for sizes in (out_sizes, in_sizes)
+        )
         leaving, arriving = sum(outgoing, []), sum(incoming, [])
         _copy(_views(outbox, leaving), leaving)
         work = dist.all_to_all_single(
@@ -154,15 +150,6 @@ class PackedExchange:
             if tensor.numel():  # a rank may hold no row of a small matrix
                 tensors[peer].append(tensor)
         return tensors
-
-    def _boxes(self, *sizes: int) -> list[Tensor]:
-        """The outbox and inbox to use next, cut to these sizes."""
-        slot = self._slots[0]
-        self._slots.rotate(-1)
-        for index, size in enumerate(sizes):
-            if slot[index].numel() < size:
-                slot[index] = slot[index].new_zeros(size)
-        return [box[:size] for box, size in zip(slot, sizes, strict=True)]
 
 
 def _views(flat: Tensor, models: Sequence[Tensor]) -> list[Tensor]:
@@ -195,10 +182,8 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 #     finish rows(last)
 #
 # So two buckets are in transfer in each direction, and no memory but theirs is needed: two outboxes
-# and two inboxes each way and one bucket of whole gradients, each about `bucket_bytes`. A rank
+# and two inboxes each way and two buckets of whole gradients, each about `bucket_bytes`. A rank
 # sends 8·P·(R-1)/R² bytes a step for P parameters on R ranks, 6·P·… where rows return in bfloat16.
-
-ALIGNMENT = 64  # numbers: 256 bytes
 
 
 class RowManifoldAdam:
@@ -248,10 +233,13 @@ class RowManifoldAdam:
         named = [(self.names[unit * self._in_unit], x) for unit, x in self._own.items()]
         # A group of its own: torch refuses an empty list, and a rank may own nothing.
         self._inner = ManifoldAdam([{"params": named}], **manifold_adam_arguments)
-        self.param_groups = self._inner.param_groups
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.initialise_state, self.set_step = self._inner.initialise_state, self._inner.set_step
+        self.state_loaded = self._inner.state_loaded
         self._to_owners = PackedExchange(group, like.dtype, like.device)
         self._to_shards = PackedExchange(group, return_dtype or like.dtype, like.device)
-        self._gradients = like.new_empty(self._largest_part())
+        self._arriving: deque[dict[int, Tensor]] = deque()  # whole gradients, by unit
+        self._always = like.new_ones((), dtype=torch.bool)
         self.share_weights()
 
     @torch.no_grad()
@@ -261,8 +249,7 @@ class RowManifoldAdam:
         scale, usable: as ManifoldAdam's; but without the latter gradients are taken to be finite,
         since one owner's error would leave the others waiting.
         """
-        if usable is None:
-            usable = self._gradients.new_ones((), dtype=torch.bool)
+        usable = self._always if usable is None else usable
         moving = [[m for m in b if self._parameters[m].grad is not None] for b in self._buckets]
         buckets = [bucket for bucket in moving if bucket]
         for index, bucket in enumerate(buckets):
@@ -271,7 +258,7 @@ class RowManifoldAdam:
             if index + 1 < len(buckets):
                 self._post_gradients(buckets[index + 1])
             self._to_owners.finish()
-            self._move(bucket, scale, usable)
+            self._move(self._arriving.popleft(), scale, usable)
             self._post_rows(bucket)
             if index > 0:
                 self._to_shards.finish()
@@ -307,22 +294,6 @@ class RowManifoldAdam:
                 self._to_shards.finish()
         self._to_shards.finish()
 
-    @property
-    def state(self) -> Mapping[Tensor, Any]:
-        """Of the matrices that this rank steps."""
-        return self._inner.state
-
-    def initialise_state(self) -> None:
-        """Create the state of all matrices owned here: something to load a checkpoint into."""
-        self._inner.initialise_state()
-
-    def state_loaded(self) -> None:
-        self._inner.state_loaded()
-
-    def set_step(self, step: int) -> None:
-        """How many steps the state has seen, after it was loaded from a checkpoint."""
-        self._inner.set_step(step)
-
     def owned_tensors(
         self, name: str, index: tuple[int, ...] = (), with_state: bool = True
     ) -> tuple[tuple[int, int], dict[str, Any]] | None:
@@ -331,7 +302,7 @@ class RowManifoldAdam:
         if not self._owns(matrix):
             return None
         x = self._own[matrix // self._in_unit]
-        tensors = {"model": x.detach(), **(self._inner.state[x] if with_state else {})}
+        tensors = {"model": x.detach(), **(self.state[x] if with_state else {})}
         of_units = {k: t[None] for k, t in tensors.items() if k != "factor" and t.dim()}
         if "factor" in tensors:
             of_units["factor"] = tensors["factor"]
@@ -349,9 +320,11 @@ class RowManifoldAdam:
             gradient = self._parameters[matrix].grad
             assert gradient is not None
             gradients[matrix] = local_part(gradient)
-        units, size = self._unit_gradients(bucket), self._in_unit
-        wholes = {m: units[m // size][m % size] for m in bucket if self._owns(m)}
+        owned, size = [matrix for matrix in bucket if self._owns(matrix)], self._in_unit
+        units = {u: torch.empty_like(self._own[u]) for u in dict.fromkeys(m // size for m in owned)}
+        wholes = {matrix: units[matrix // size][matrix % size] for matrix in owned}
         self._to_owners.post(self._rows_here(gradients), self._rows_of_all(wholes))
+        self._arriving.append(units)
 
     def _post_rows(self, bucket: list[int]) -> None:
         shards = {matrix: local_part(self._parameters[matrix]) for matrix in bucket}
@@ -370,41 +343,10 @@ class RowManifoldAdam:
             for rank in range(self._ranks)
         ]
 
-    def _move(self, bucket: list[int], scale: Tensor | None, usable: Tensor) -> None:
+    def _move(self, gradients: dict[int, Tensor], scale: Tensor | None, usable: Tensor) -> None:
         """The step of this rank's matrices of a bucket."""
-        units = self._unit_gradients(bucket)
-        for unit, gradient in units.items():
+        for unit, gradient in gradients.items():
             self._own[unit].grad = gradient
         self._inner.step(scale=scale, usable=usable)
-        for unit in units:
+        for unit in gradients:
             self._own[unit].grad = None
-
-    def _units(self, bucket: list[int]) -> list[int]:
-        """The units of a bucket that this rank owns."""
-        units = dict.fromkeys(matrix // self._in_unit for matrix in bucket)
-        return [unit for unit in units if unit in self._own]
-
-    def _unit_gradients(self, bucket: list[int]) -> dict[int, Tensor]:
-        """Where the gradients of this rank's part of a bucket are put together.
-
-        One memory for all buckets: a bucket's gradients have been used when the next are unpacked.
-        """
-        views, start = {}, 0
-        for unit in self._units(bucket):
-            x = self._own[unit]
-            views[unit] = self._gradients[start : start + x.numel()].view(x.shape)
-            start += _aligned(x.numel())
-        return views
-
-    def _largest_part(self) -> int:
-        """The most numbers that this rank's part of a bucket takes."""
-        parts = [self._units(bucket) for bucket in self._buckets]
-        return max(sum(_aligned(self._own[unit].numel()) for unit in part) for part in parts)
-
-
-def _aligned(numbers: int) -> int:
-    """Rounded up so that the next tensor starts where an allocation of its own might.
-
-    Matrix products are faster there, and they round as those of a tensor of its own do.
-    """
-    return -(-numbers // ALIGNMENT) * ALIGNMENT

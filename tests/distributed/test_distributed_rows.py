@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lipnext_scale.distributed.rows import (
-    PackedExchange,
     RowManifoldAdam,
     assign_owners,
     make_buckets,
@@ -120,39 +119,6 @@ def held(parameters: list[nn.Parameter]) -> list[Tensor]:
 def joined(results: list[list[Tensor]]) -> list[Tensor]:
     """Whole matrices from the rows that the ranks hold: results[rank][matrix]."""
     return [torch.cat(parts) for parts in zip(*results, strict=True)]
-
-
-# ---- exchanges -----------------------------------------------------------------------------------
-
-
-def use_buffers(rank: int, ranks: int) -> list[set[tuple[int, int]]]:
-    """The addresses and sizes of all buffers, over many exchanges of changing size."""
-    exchange = PackedExchange(dist.group.WORLD, torch.float32, torch.device("cpu"))
-    seen, original = [], dist.all_to_all_single
-
-    def spy(output: Tensor, source: Tensor, **options: Any) -> Any:
-        boxes = (output.untyped_storage(), source.untyped_storage())
-        seen.append({(box.data_ptr(), box.nbytes()) for box in boxes})
-        return original(output, source, **options)
-
-    dist.all_to_all_single = spy
-    for size in (50, 50, 3, 20, 50, 1, 7):
-        send = [(peer, torch.full((size,), float(peer))) for peer in range(ranks)]
-        received = [torch.zeros(size) for _ in range(ranks)]
-        exchange.post(send, list(enumerate(received)))
-        exchange.finish()
-        assert all(torch.equal(t, torch.full((size,), float(rank))) for t in received)
-    return seen
-
-
-@pytest.mark.slow
-def test_buffers_are_used_again() -> None:
-    """After the first two exchanges nothing is allocated: two outboxes and two inboxes in turn."""
-    for seen in run_processes(3, use_buffers):
-        first, second = seen[0], seen[1]
-        assert all(nbytes == 2 * 50 * 4 for _, nbytes in first | second)
-        assert len(first | second) == 4
-        assert seen == [first, second, first, second, first, second, first]
 
 
 # ---- the optimizer -------------------------------------------------------------------------------
