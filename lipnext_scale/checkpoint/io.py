@@ -14,7 +14,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -312,11 +311,6 @@ class CheckpointWriter:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
-
-    def join(self) -> None:
-        """Until the save under way is complete or has failed."""
-        if self._saving is not None:
-            wait_for([self._saving])
 
     @property
     def failure(self) -> BaseException | None:

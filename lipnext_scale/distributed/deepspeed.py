@@ -289,7 +289,6 @@ class DeepSpeedEngine(Engine):
         bucket = max(largest, SMALLEST_BUCKET)
         zero: dict[str, Any] = {
             "stage": config.zero_stage,
-            "contiguous_gradients": True,
             "overlap_comm": on_gpu and config.zero_stage > 1,
             "round_robin_gradients": False,  # it would reorder what `flat_group_slots` relies on
             # This many numbers are allocated; the defaults take 2 GB.
@@ -311,14 +310,11 @@ class DeepSpeedEngine(Engine):
             "gradient_accumulation_steps": config.accumulation,
             "gradient_clipping": 0.0,  # the engine clips; DeepSpeed's default is 1.0
             "bf16": {"enabled": config.precision == "bf16"},
-            "fp16": {"enabled": False},
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": config.reduce_precision,
             "zero_allow_untested_optimizer": True,  # ours
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
-            "steps_per_print": None,
-            "wall_clock_breakdown": False,
         }
 
     def _allocate(self, deepspeed: ModuleType, settings: dict[str, Any]) -> None:

@@ -56,31 +56,6 @@ def local_range(parameter: Tensor) -> tuple[int, int]:
 Owners = RowManifoldAdam | SharedManifoldAdam
 
 
-def training_state(
-    model: LipNeXt, optimizers: Optimizers | None, owned: Owners | None = None
-) -> StateShards:
-    """Weights and optimizer state, which is created if missing; without optimizers weights alone.
-
-    owned: an optimizer whose matrices and their state come from the ranks that own them.
-    """
-    states: list[Mapping[Any, Any]] = []
-    if optimizers is not None:
-        optimizers.initialise_state()
-        states = [optimizers.euclidean.state, getattr(optimizers.manifold, "state", {})]
-    names = parameter_names(model)
-    shards: StateShards = {}
-    for part in named_parts(model):
-        name = names[id(part.parameter)]
-        if owned is None or name not in owned.names:
-            tensors = {"model": part.parameter}
-            for state in states:
-                tensors |= state.get(part.parameter, {})
-            shards |= _local_shards(part, tensors)
-        elif (found := owned_part(owned, part, name, optimizers is not None)) is not None:
-            shards |= entry_shards(part, *found)
-    return shards
-
-
 def parameter_names(model: LipNeXt) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -322,8 +297,25 @@ class Engine:
     # Checkpoints
 
     def state_shards(self, optimizers: Optimizers | None) -> StateShards:
-        """What this rank puts into a checkpoint or fills from one; None: the weights alone."""
-        return training_state(self.model, optimizers, self.owner)
+        """What this rank puts into a checkpoint or fills from one; None: the weights alone.
+
+        Optimizer state is created if missing. Matrices come from their owners, if they have some.
+        """
+        states: list[Mapping[Any, Any]] = []
+        if optimizers is not None:
+            optimizers.initialise_state()
+            states = [optimizers.euclidean.state, optimizers.manifold.state]
+        names, shards = parameter_names(self.model), StateShards()
+        for part in named_parts(self.model):
+            name = names[id(part.parameter)]
+            if self.owner is None or name not in self.owner.names:
+                tensors = {"model": part.parameter}
+                for state in states:
+                    tensors |= state.get(part.parameter, {})
+                shards |= _local_shards(part, tensors)
+            elif found := owned_part(self.owner, part, name, optimizers is not None):
+                shards |= entry_shards(part, *found)
+        return shards
 
     def state_loaded(self, shards: StateShards, optimizers: Optimizers | None) -> None:
         """Bring the model up to `state_shards` that have been filled."""

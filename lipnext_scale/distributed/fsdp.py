@@ -100,10 +100,12 @@ class FSDPEngine(Engine):
         alone = self.replicas() == 1 or self.shares_step
         mesh = self.mesh[SHARD] if alone else self.mesh
         reshard, groups = self.config.reshard_after_forward, model.block_groups()
+        policy = MixedPrecisionPolicy()
+        if self.config.precision == "bf16":
+            reduce_dtype = DTYPES[self.config.reduce_precision]
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         for group in groups:
-            fully_shard(
-                group, mesh=mesh, reshard_after_forward=reshard, mp_policy=self._precision()
-            )
+            fully_shard(group, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(model.head, mesh=mesh, reshard_after_forward=False)
         fully_shard(model, mesh=mesh)
         if self.shares_step:
@@ -143,14 +145,6 @@ class FSDPEngine(Engine):
         assert start == flat.numel(), "FSDP lays gradients out in another way"
         dist.all_reduce(rest, group=group)
         rest.div_(self.replicas())
-
-    def _precision(self) -> MixedPrecisionPolicy:
-        if self.config.precision == "fp32":
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(
-            param_dtype=DTYPES[self.config.precision],
-            reduce_dtype=DTYPES[self.config.reduce_precision],
-        )
 
     def manifold_optimizer(
         self, named: list[tuple[str, nn.Parameter]], **arguments: Any

@@ -47,11 +47,9 @@ class BlockStats:
         Drift and move of the matrices that are whole here, 0 for the others. A step does not keep
         Δ, but the moments that it was made of.
         """
-        shards, device = (
-            self._engine.whole_matrices(self._optimizers),
-            self._engine.processes.device,
-        )
-        device = next((shard.tensor.device for shard in shards.values()), device)
+        shards = self._engine.whole_matrices(self._optimizers)
+        devices = [shard.tensor.device for shard in shards.values()]
+        device = devices[0] if devices else self._engine.processes.device
         sizes = torch.zeros(2, self._depth, dtype=torch.float64, device=device)
         group = self._optimizers.manifold.param_groups[0]
         for name in (n.removeprefix("model.") for n in shards if n.startswith("model.")):

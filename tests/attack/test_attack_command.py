@@ -139,8 +139,8 @@ def test_some_samples_evenly_spaced(broken: list[str], tmp_path: Path) -> None:
     [
         (["--samples", "10"], "--samples 10: must be 1 to 9"),
         (["--steps", "0"], "argument --steps: 0 must be a whole number from 1"),
-        (["--inside", "1.5"], "--inside 1.5"),
-        (["--assume-lipschitz", "0"], "--assume-lipschitz 0"),
+        (["--inside", "1.5"], "argument --inside: 1.5 must be a number above 0 and at most 1"),
+        (["--assume-lipschitz", "0"], "argument --assume-lipschitz: 0 must"),
     ],
 )
 def test_mistakes_end_in_one_line_and_exit_code_2(

@@ -214,10 +214,7 @@ def joined(parts: Sequence[StateShards]) -> dict[str, Tensor]:
 
 
 def whole_shards(tensors: dict[str, Tensor]) -> StateShards:
-    return {
-        name: StateShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
-        for name, tensor in tensors.items()
-    }
+    return {name: StateShard.full(tensor) for name, tensor in tensors.items()}
 
 
 def require_rows_of_owners(trainer: Trainer) -> None:
@@ -257,7 +254,7 @@ def relative_errors(ours: Outcome, reference: Outcome) -> dict[str, float]:
 def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
     """The largest difference of each kind of number, in units of the largest of that kind.
 
-    A kind is the first part of a name: those of `training_state` are model, slow, exp_avg,
+    A kind is the first part of a name: those of `state_shards` are model, slow, exp_avg,
     exp_avg_sq and buffer.
     """
     assert ours.keys() == reference.keys()
