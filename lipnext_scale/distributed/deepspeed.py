@@ -28,7 +28,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lipnext_scale.checkpoint import StateShard, StateShards
-from lipnext_scale.distributed.engine import DTYPES, Engine, entry_shards, has_entries
+from lipnext_scale.distributed.engine import (
+    DTYPES,
+    Engine,
+    entry_shards,
+    has_entries,
+    parameter_names,
+)
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.models.lipnext import NamedPart, named_parts
 from lipnext_scale.optim import OptimConfig, Optimizers, split_parameters
@@ -210,20 +216,14 @@ class DeepSpeedEngine(Engine):
 
     # Building
 
-    def place(self, config: LipNeXtConfig) -> LipNeXt:
-        cuts_parameters = self.config.zero_stage == 3
-        model = self.build_on_meta(config, self.processes.world_size if cuts_parameters else 1)
-        if cuts_parameters:
-            self._require_whole_blocks(config, model)
-        if self.config.precision == "bf16":
-            for group in model.block_groups():
-                group.compute_dtype = torch.bfloat16  # of images; DeepSpeed casts the weights
-        return model
+    @property
+    def shards(self) -> int:
+        return self.processes.world_size if self.config.zero_stage == 3 else 1
 
-    def _require_whole_blocks(self, config: LipNeXtConfig, model: LipNeXt) -> None:
-        ranks = self.processes.world_size
+    def place(self, config: LipNeXtConfig) -> LipNeXt:
+        model, ranks = super().place(config), self.shards
         if not any(group.count % ranks for group in model.block_groups()):
-            return
+            return model
         would = f"ZeRO-3 on {ranks} processes would cut through blocks"
         right = "use parallel.zero_stage = 2 or parallel.engine = 'fsdp'"
         if config.depth % ranks:
@@ -237,7 +237,7 @@ class DeepSpeedEngine(Engine):
         self._join(deepspeed)
         named = dict(self.model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in named.items()}  # ZeRO-3 drops them
-        names = {id(parameter): name for name, parameter in named.items()}
+        names = parameter_names(self.model)
         self.parts: dict[str, list[NamedPart]] = {name: [] for name in named}
         for part in named_parts(self.model):
             self.parts[names[id(part.parameter)]].append(part)
@@ -354,8 +354,7 @@ class DeepSpeedEngine(Engine):
     def _find_partitions(self, groups: list[Parameters], width: int) -> list[Partition]:
         """Of this rank, in DeepSpeed's order."""
         ranks, rank = self.processes.world_size, self.processes.rank
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        names[id(self.padding)] = ""
+        names = {**parameter_names(self.model), id(self.padding): ""}
         widths = [width, None]  # the first group has the matrices
         if self.config.zero_stage < 3:
             slots, members, number_of = flat_group_slots, groups, [0, 1]

@@ -187,17 +187,20 @@ class Engine:
 
     def place(self, config: LipNeXtConfig) -> LipNeXt:
         """The model as this engine shards it, on the meta device: shapes without memory."""
-        model = self.build_on_meta(config, shards=1)
+        model = self.build_on_meta(config)
         if self.config.precision == "bf16":
             for group in model.block_groups():
                 group.compute_dtype = torch.bfloat16
         return model
 
-    def build_on_meta(
-        self, config: LipNeXtConfig, shards: int, layout: WeightLayout = "bank"
-    ) -> LipNeXt:
-        """The model in groups for this many shards; recomputing and compiled as configured."""
-        size = choose_group_size(config, shards, layout == "bank")
+    @property
+    def shards(self) -> int:
+        """How many ranks share the numbers of a group."""
+        return 1
+
+    def build_on_meta(self, config: LipNeXtConfig, layout: WeightLayout = "bank") -> LipNeXt:
+        """The model in groups that suit the shards; recomputing and compiled as configured."""
+        size = choose_group_size(config, self.shards, layout == "bank")
         with torch.device("meta"):
             model = LipNeXt(replace(config, blocks_per_bank=size), layout=layout)
         for group in model.block_groups():

@@ -1,14 +1,7 @@
 """Weights, gradients and optimizer state sharded by FSDP2; replicated along the other mesh axis.
 
-The order in which things are put on the model, each from outside:
-
-    1. the model on the meta device, in groups that suit the shards; recomputing     (build_on_meta)
-    2. torch.compile of each group, which knows nothing of shards
-    3. fully_shard of each group and the head, with their mixed precision, then of the root
-    4. prefetching: which groups are gathered while another computes
-    5. memory for the local shards only, and their initial weights
-
-The head always computes in float32: its margins are what is certified.
+docs/parallel.md has the order in which things are put on the model, each from outside. The head
+always computes in float32: its margins are what is certified.
 """
 
 import math
@@ -77,7 +70,7 @@ class FSDPEngine(Engine):
 
     def describe(self) -> str:
         layout = f"{self.config.weight_layout} layout"
-        mesh = f"{self.replicas()} × {self.mesh[SHARD].size()}"
+        mesh = f"{self.replicas()} × {self.shards}"
         return f"{self.name} {mesh}, {layout}, {self.config.precision}"
 
     def replicate_group(self) -> dist.ProcessGroup | None:
@@ -93,8 +86,12 @@ class FSDPEngine(Engine):
                 dist.broadcast(local_part(parameter), group=self.replicate_group(), group_src=0)
         return self.model
 
+    @property
+    def shards(self) -> int:
+        return self.mesh[SHARD].size()
+
     def place(self, config: LipNeXtConfig) -> LipNeXt:
-        model = self.build_on_meta(config, self.mesh[SHARD].size(), self.config.weight_layout)
+        model = self.build_on_meta(config, self.config.weight_layout)
         # Where replicas share the step, FSDP reduces over the shard axis alone, and a hook of ours
         # over the other. Without replicas there are no all-reduces in groups of one either.
         alone = self.replicas() == 1 or self.shares_step
@@ -113,7 +110,11 @@ class FSDPEngine(Engine):
             for unit, sharing in zip((*groups, model.head), (*sharings, None), strict=True):
                 assert isinstance(unit, FSDPModule)
                 unit.set_all_reduce_hook(partial(self._reduce_over_replicas, unit, sharing))
-        set_prefetch(groups, self.config.prefetch)
+        if ahead := self.config.prefetch:
+            units: list[Any] = groups
+            for index, unit in enumerate(units):
+                unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])
+                unit.set_modules_to_backward_prefetch(units[max(0, index - ahead) : index][::-1])
         return model
 
     @property
@@ -131,11 +132,11 @@ class FSDPEngine(Engine):
         if flat.is_cuda:  # FSDP made it on another stream, and may drop it before this one is done
             flat.record_stream(torch.cuda.current_stream(flat.device))
         group, rest = self.share_group, flat
-        shards, start = self.mesh[SHARD].size(), 0
+        start = 0
         for parameter in (p for p in unit.parameters() if p.requires_grad):
             local, numbers = local_part(parameter), math.prod(parameter.shape[1:])
             here = flat[start : start + local.numel()].view(local.shape)
-            start += -(-parameter.shape[0] // shards) * numbers  # with FSDP's padding
+            start += -(-parameter.shape[0] // self.shards) * numbers  # with FSDP's padding
             if parameter.grad is not None:  # of the parts before, to which FSDP will add `flat`
                 here += local_part(parameter.grad)
                 local_part(parameter.grad).zero_()
@@ -181,14 +182,6 @@ class FSDPEngine(Engine):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def set_prefetch(groups: list[Any], ahead: int) -> None:
-    """Gather the next `ahead` groups while one computes, in both directions."""
-    for index, group in enumerate(groups):
-        if ahead:
-            group.set_modules_to_forward_prefetch(groups[index + 1 : index + 1 + ahead])
-            group.set_modules_to_backward_prefetch(groups[max(0, index - ahead) : index][::-1])
 
 
 @torch.no_grad()

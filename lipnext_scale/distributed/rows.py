@@ -3,6 +3,7 @@
 Each matrix has one owner. A step sends rows of its gradient there and brings new rows back.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from lipnext_scale.optim.lookahead_nadam import local_part
 from lipnext_scale.optim.manifold_adam import ManifoldAdam
 
 # --------------------------------------------------------------------------------------------------
-# Which rank holds which rows of a matrix, which one owns it, which matrices are exchanged together:
+# Which rank holds which rows of a matrix, which matrices are exchanged together:
 # pure functions of numbers that are equal on all ranks, so all ranks get the same answer.
 
 
@@ -25,57 +26,17 @@ def row_range(rows: int, ranks: int, rank: int) -> tuple[int, int]:
 
     Every shard has ceil(rows/ranks) rows but the last ones, which may have fewer or none.
     """
-    assert 0 <= rank < ranks
     length = -(-rows // ranks)
     return min(rank * length, rows), min((rank + 1) * length, rows)
 
 
-def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
-    """The owner of every matrix: the most costly first, each to the rank with the least to do."""
-    load = [0.0] * ranks
-    owners = [0] * len(costs)
-    for matrix in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owner = min(range(ranks), key=lambda rank: (load[rank], rank))
-        owners[matrix] = owner
-        load[owner] += costs[matrix]
-    return owners
+def make_buckets(units: int, unit_bytes: int, ranks: int, bucket_bytes: int) -> list[range]:
+    """Units that are exchanged and moved together: of every owner as many as fit, at least one.
 
-
-def make_buckets(
-    owners: Sequence[int], sizes_in_bytes: Sequence[int], ranks: int, bucket_bytes: int
-) -> list[list[int]]:
-    """Matrices that are exchanged and moved together; every matrix is in exactly one bucket.
-
-    Each owner puts its next matrices into a bucket, up to `bucket_bytes` and at least one: so all
-    owners have work in every bucket until they run out. The limit is at least the largest matrix,
-    which the buffers must hold anyway.
+    Unit u, one matrix or the pair of a block, belongs to rank u % ranks.
     """
-    assert len(owners) == len(sizes_in_bytes)
-    limit = max([bucket_bytes, *sizes_in_bytes])
-    left = [deque(i for i, owner in enumerate(owners) if owner == rank) for rank in range(ranks)]
-    buckets = []
-    while any(left):
-        bucket: list[int] = []
-        for matrices in left:
-            room = limit
-            while matrices and sizes_in_bytes[matrices[0]] <= room:
-                room -= sizes_in_bytes[matrices[0]]
-                bucket.append(matrices.popleft())
-        buckets.append(sorted(bucket))
-    return buckets
-
-
-def place_units(
-    sides: Sequence[int], in_unit: int, ranks: int, bucket_bytes: int
-) -> tuple[list[int], list[list[int]]]:
-    """(owners of all matrices, buckets of them), where `in_unit` neighbours stay together."""
-    units = sides[::in_unit]
-    assert len(units) * in_unit == len(sides)
-    owners = assign_owners([side**3 for side in units], ranks)
-    sizes = [4 * in_unit * side**2 for side in units]
-    buckets = make_buckets(owners, sizes, ranks, bucket_bytes)
-    expanded = [[u * in_unit + i for u in bucket for i in range(in_unit)] for bucket in buckets]
-    return [owner for owner in owners for _ in range(in_unit)], expanded
+    size = ranks * max(1, bucket_bytes // unit_bytes)
+    return [range(start, min(start + size, units)) for start in range(0, units, size)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -168,7 +129,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 # Manifold Adam for matrices whose rows are sharded over ranks (`weight_layout: row`).
 #
 # Every matrix has one owner, which holds X in float32 and the state (m, v, B, Xslow) and does the
-# step; the parameters of the model hold rows of X. Owners are balanced by d³, the work of a step.
+# step; the parameters of the model hold rows of X. All matrices have one size; owners take turns.
 # In the product form R and W of a block, which follow each other, have one owner: a unit.
 # A step goes through the matrices in buckets, in which every owner has a part:
 #
@@ -212,20 +173,13 @@ class RowManifoldAdam:
         self._parameters = [parameter for _, parameter in named_parameters]
         self._in_unit = 2 if manifold_adam_arguments.get("parametrisation") == "product" else 1
         self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        sides = [parameter.shape[-1] for parameter in self._parameters]
-        for name, parameter, side in zip(self.names, self._parameters, sides, strict=True):
-            start, stop = row_range(side, self._ranks, rank)
-            rows = tuple(local_part(parameter).shape)
-            assert rows == (stop - start, side), f"{name}: {rows} are not rows {start} to {stop}"
-        self._owners, self._buckets = place_units(sides, self._in_unit, self._ranks, bucket_bytes)
-        like = local_part(self._parameters[0])
+        units, like = len(self.names) // self._in_unit, local_part(self._parameters[0])
+        shape = (self._in_unit, like.shape[-1], like.shape[-1])
+        buckets = make_buckets(units, 4 * math.prod(shape), self._ranks, bucket_bytes)
+        self._buckets = [[*range(b.start * shape[0], b.stop * shape[0])] for b in buckets]
         # The whole matrices of this rank, by unit: X, or Xslow inside `slow_weights()`.
         self._own = {
-            first // self._in_unit: nn.Parameter(
-                like.new_empty(self._in_unit, sides[first], sides[first])
-            )
-            for first in range(0, len(sides), self._in_unit)
-            if self._owners[first] == rank
+            u: nn.Parameter(like.new_empty(shape)) for u in range(rank, units, self._ranks)
         }
         for matrix, name in enumerate(self.names):
             if self._owns(matrix):
@@ -333,7 +287,7 @@ class RowManifoldAdam:
 
     def _rows_here(self, shards: dict[int, Tensor]) -> list[Parcel]:
         """This rank's rows of matrices; the peer is the matrix's owner."""
-        return [(self._owners[matrix], rows) for matrix, rows in shards.items()]
+        return [(m // self._in_unit % self._ranks, rows) for m, rows in shards.items()]
 
     def _rows_of_all(self, wholes: dict[int, Tensor]) -> list[Parcel]:
         """Every rank's rows of matrices owned here; the peer is the rank that holds them."""

@@ -79,16 +79,12 @@ class BlockStats:
         gradients = everyone[:, : depth + 1].sum(0).sqrt()
         largest = everyone[:, depth + 1 :].amax(0)  # 0 for matrices that other ranks hold
         values = {"gradient/head": float(gradients[depth])}
-        by_block = {
-            "gradient": gradients[:depth],
-            "drift": largest[:depth],
-            "move": largest[depth:],
-        }
+        drift, move = largest[:depth], largest[depth:]
+        by_block = {"gradient": gradients[:depth], "drift": drift, "move": move}
         for name, of_blocks in by_block.items():
             for block, value in enumerate(of_blocks.tolist()):
                 values[f"{name}/block_{block:02d}"] = value
-        values["drift/largest"] = float(by_block["drift"].max())
-        values["move/largest"] = float(by_block["move"].max())
+        values |= {"drift/largest": float(drift.max()), "move/largest": float(move.max())}
         return {name: float(f"{value:.6g}") for name, value in values.items()}  # enough to look at
 
     def _block(self, name: str) -> int:
