@@ -376,8 +376,7 @@ class DDPEngine(Engine):
         for name in self._sharings:
             bank = model.get_parameter(name)
             dist.broadcast(bank.detach(), src=0)  # as DDP does with all others
-            if bank.requires_grad:
-                bank.register_post_accumulate_grad_hook(partial(self._reduce, name))
+            bank.register_post_accumulate_grad_hook(partial(self._reduce, name))
 
     @torch.no_grad()
     def _reduce(self, name: str, bank: Tensor) -> None:

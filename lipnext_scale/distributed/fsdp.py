@@ -133,7 +133,7 @@ class FSDPEngine(Engine):
             flat.record_stream(torch.cuda.current_stream(flat.device))
         group, rest = self.share_group, flat
         start = 0
-        for parameter in (p for p in unit.parameters() if p.requires_grad):
+        for parameter in unit.parameters():
             local, numbers = local_part(parameter), math.prod(parameter.shape[1:])
             here = flat[start : start + local.numel()].view(local.shape)
             start += -(-parameter.shape[0] // self.shards) * numbers  # with FSDP's padding
@@ -152,7 +152,6 @@ class FSDPEngine(Engine):
     ) -> ManifoldOptimizer:
         if self.config.weight_layout == "bank":
             return super().manifold_optimizer(named, **arguments)
-        assert len(named) == 2 * self.model.config.depth, "no owner would fill a frozen matrix"
         self.owner = RowManifoldAdam(
             named,
             self.mesh[SHARD].get_group(),
