@@ -22,17 +22,9 @@ import torch.distributed as dist
 from gloo import run_processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from training.small import checkpoint_content
 
-from lipnext_scale.checkpoint import (
-    StateShard,
-    StateShards,
-    latest_checkpoint,
-    load_shards,
-    read_facts,
-    stored_shapes,
-    verify_checkpoint,
-)
-from lipnext_scale.checkpoint.io import read_metadata
+from lipnext_scale.checkpoint import StateShard, StateShards, latest_checkpoint
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import evaluation as datasets
 from lipnext_scale.distributed.engine import DTYPES
@@ -123,11 +115,10 @@ def train(
     change: done to the trainer before its first step.
     """
     with arithmetic(dtype_of(overrides)):
-        return _train(directory, *overrides, change=change)
+        return train_steps(build_trainer(directory, *overrides), change)
 
 
-def _train(directory: Path, *overrides: str, change: Callable[[Trainer], None] | None) -> Outcome:
-    trainer = build_trainer(directory, *overrides)
+def train_steps(trainer: Trainer, change: Callable[[Trainer], None] | None) -> Outcome:
     if change is not None:
         change(trainer)
     start = held_shards(trainer, weights_only=True)
@@ -136,9 +127,8 @@ def _train(directory: Path, *overrides: str, change: Callable[[Trainer], None] |
     for batch in trainer.loader:
         metrics.append(trainer.train_step(batch))
         if trainer.step in (STEPS // 2, trainer.last_step):
-            scores.append(
-                trainer.observer.evaluation.of_test_set()
-            )  # training must go on as if it had not been
+            # Training must go on as if it had not been.
+            scores.append(trainer.observer.evaluation.of_test_set())
         if trainer.step == trainer.last_step:
             break
     require_rows_of_owners(trainer)
@@ -355,13 +345,3 @@ def stored(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     path = latest_checkpoint(directory / "checkpoints")
     assert path is not None
     return checkpoint_content(path)
-
-
-def checkpoint_content(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(facts, tensors), all of one type."""
-    verify_checkpoint(path)
-    shapes, metadata = stored_shapes(path), read_metadata(path).state_dict_metadata
-    (dtype,) = {metadata[name].properties.dtype for name in shapes}
-    tensors = {n: torch.full(shape, torch.nan, dtype=dtype) for n, shape in shapes.items()}
-    load_shards(path, whole_shards(tensors))
-    return read_facts(path), tensors
