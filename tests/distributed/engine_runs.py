@@ -27,6 +27,7 @@ from training.small import checkpoint_content
 from lipnext_scale.checkpoint import StateShard, StateShards, latest_checkpoint
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import evaluation as datasets
+from lipnext_scale.distributed import DeepSpeedEngine
 from lipnext_scale.distributed.engine import DTYPES
 from lipnext_scale.distributed.replicas import SharedManifoldAdam
 from lipnext_scale.optim import local_part
@@ -132,6 +133,7 @@ def train_steps(trainer: Trainer, change: Callable[[Trainer], None] | None) -> O
         if trainer.step == trainer.last_step:
             break
     require_rows_of_owners(trainer)
+    require_whole_weights(trainer)
     return Outcome(
         engine=trainer.engine.describe(),
         losses=[float(values["train/loss"]) for values in metrics],
@@ -157,7 +159,7 @@ def run_each(
     world_size: int, directory: Path, configurations: Configurations
 ) -> dict[str, Outcome]:
     """Every configuration on `world_size` ranks, as all of them together saw it."""
-    ranks = run_processes(world_size, train_each, directory, configurations)
+    ranks = run_processes(world_size, train_each, directory, configurations, timeout=300)
     return {name: of_all_ranks([outcomes[name] for outcomes in ranks]) for name in configurations}
 
 
@@ -226,6 +228,24 @@ def require_rows_of_owners(trainer: Trainer) -> None:
                 index, tensors = found
                 own = tensors["model"][index]
                 assert torch.equal(whole, own.to(dtype).to(whole.dtype)), name
+
+
+def require_whole_weights(trainer: Trainer) -> None:
+    """Padding is still identities; in ZeRO-1 and 2 the model has the numbers of the partitions."""
+    engine = trainer.engine
+    if not isinstance(engine, DeepSpeedEngine):
+        return
+    weights = dict(trainer.model.named_parameters())
+    for partition in engine.partitions:
+        for slot in partition.slots:
+            name, here = partition.names[slot.index], partition.flat.detach()[slot.in_partition]
+            if not name:
+                width = partition.width
+                for matrix in here.view(-1, width, width):
+                    assert torch.equal(matrix, torch.eye(width))
+            elif trainer.recipe.parallel.zero_stage < 3:
+                published = weights[name].detach().flatten()[slot.in_parameter]
+                assert torch.equal(published, here.to(published.dtype)), name
 
 
 def relative_errors(ours: Outcome, reference: Outcome) -> dict[str, float]:
