@@ -122,7 +122,7 @@ def _inside(file: str) -> str:
 ORDINARY_STEP, LOOKAHEAD_STEP = 60_001, 60_000  # of the paper's settings
 # By the function that reads. 1e-3 is what a matrix drifts in an epoch at most; words of the row
 # layout's owners are 0 where nothing failed.
-FLOATS = {"require_orthogonal": 1e-6, "polar_retract": 1e-3, "finish_to_shards": 0.0}
+FLOATS = {"require_orthogonal": 1e-6, "polar_retract": 1e-3}
 # "Is any matrix far from O(d)?", "is the norm not finite?"; elsewhere "are all finite?".
 FALSE_IN = {"polar_retract", "is_invalid_grad_norm"}
 # ‖Δ‖_F, and all other numbers: orders 3 and 4 of the exponential, which cost alike.
