@@ -115,6 +115,7 @@ class SharedManifoldAdam:
         self._parameters, self._sharings = dict(named_parameters), sharings
         self._group, self._wire_dtype = group, wire_dtype
         self._rank = dist.get_rank(group)
+        self._always = local_part(named_parameters[0][1]).new_ones((), dtype=torch.bool)
         self._own = {n: [*map(nn.Parameter, self.share(n, p))] for n, p in named_parameters}
         named = [(name, own) for name, runs in self._own.items() for own in runs]
         # A group of its own: torch refuses an empty list, and a rank may step nothing.
@@ -134,32 +135,15 @@ class SharedManifoldAdam:
 
     @torch.no_grad()
     def step(self, scale: Tensor | None = None, usable: Tensor | None = None) -> None:
+        """As RowManifoldAdam's: without `usable` gradients are taken to be finite."""
         self._point_at_shares()
         for name, runs in self._own.items():
             gradient = self._parameters[name].grad
             gradients = [None] * len(runs) if gradient is None else self.share(name, gradient)
             for own, of_run in zip(runs, gradients, strict=True):
                 own.grad = of_run
-        if usable is None:
-            usable = self._require_usable_gradients()
-        self._inner.step(scale=scale, usable=usable)
+        self._inner.step(scale=scale, usable=self._always if usable is None else usable)
         self.share_weights()
-
-    def _require_usable_gradients(self) -> Tensor:
-        """Raise FloatingPointError on every replica if one of them must."""
-        error = FloatingPointError("the gradient of a bank on another rank is not finite")
-        try:
-            self._inner.require_usable_gradients()
-        except FloatingPointError as found:
-            error, usable = found, 0
-        else:
-            usable = 1
-        device = local_part(self._parameters[self.names[0]]).device
-        everywhere = torch.tensor(usable, device=device, dtype=torch.int32)
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._group)
-        if not bool(everywhere):
-            raise error
-        return everywhere.bool()
 
     @torch.no_grad()
     def share_weights(self) -> None:
