@@ -142,9 +142,10 @@ def edition_of(files: Mapping[str, bytes], coarse: bool, source: Path) -> Editio
 
 
 def class_names(files: Mapping[str, bytes], edition: Edition) -> list[str]:
-    """From the file for it; without that the labels' numbers."""
+    """From the file for it; without that CIFAR-10's own, CIFAR-100's labels as numbers."""
     if edition.meta not in files:
-        return [str(label) for label in range(edition.classes)]
+        ten = "airplane automobile bird cat deer dog frog horse ship truck".split()
+        return ten if edition is CIFAR10 else [str(label) for label in range(edition.classes)]
     values = unpickled(files[edition.meta], edition.meta)
     with reading(edition.meta):
         return [name.decode(errors="replace") for name in values[edition.names]]

@@ -5,7 +5,7 @@
     JPEG in CMYK or YCCK                JPEG in RGB, quality 95
     a few stray bytes before the end    the same JPEG without them; two files of ImageNet have such
     palette, alpha, 1 to 4 bits         PNG; alpha is dropped, images without colour stay greyscale
-    WebP, BMP, GIF, TIFF                PNG; of several frames the first
+    WebP, BMP, GIF, TIFF, PPM           PNG; of several frames the first
     pixels                              PNG
 
 A file is what its bytes say, whatever its name ends in. EXIF orientation is not applied: the pixels
@@ -29,7 +29,7 @@ from lipnext_scale.data.decode import png_damage
 from lipnext_scale.utils.collectives import reason_of
 
 CMYK_QUALITY = 95
-FORMATS = ("PNG", "WEBP", "BMP", "GIF", "TIFF")
+FORMATS = ("PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _JPEG_START = b"\xff\xd8\xff"
 _JPEG_END = b"\xff\xd9"
 # More stray bytes than these are damaged data, of which the decoder lost its place.
@@ -46,10 +46,11 @@ class BadImage(Exception):
     """An image that cannot be stored, and why."""
 
 
-def png_bytes(image: np.ndarray) -> bytes:
+def png_bytes(image: np.ndarray | Image.Image) -> bytes:
     """A uint8 image [H, W] or [H, W, 3] as PNG: lossless."""
     buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="PNG", optimize=True)
+    picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    picture.save(buffer, format="PNG", optimize=True)
     return buffer.getvalue()
 
 
@@ -165,6 +166,8 @@ def _require_shallow(image: Image.Image, content: bytes) -> None:
         bits = content[_PNG_BITS]
     elif image.format == "TIFF":
         bits = max(image.tag_v2.get(_BITS_PER_SAMPLE, (1,)))  # type: ignore[attr-defined]
+    elif image.format == "PPM" and isinstance(coding := image.tile[0][3], tuple):  # type: ignore[attr-defined]
+        bits = coding[1].bit_length()  # of the largest value, where it is not 255
     if bits > 8:
         raise BadImage(f"it has {bits} bits a channel; make it 8 bits")
     if image.mode not in _STORED_AS:

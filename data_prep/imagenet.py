@@ -16,8 +16,7 @@ their sorted order. The sets are called train and test; test is val.
 
 import argparse
 import io
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from data_prep.sources import (
     FolderImages,
     ImageFile,
     Listing,
+    PackedImages,
     archived_files,
     folder_files,
     subfolders,
@@ -59,8 +59,11 @@ class FolderSource:
         all_classes = next(iter(found.values()))  # those of train, where there is a train
         if not all_classes:
             raise UserError(f"{next(iter(self.splits.values()))}: has no class folders")
-        for strange in sorted(set(found.get("val", [])) - set(all_classes)):
-            raise UserError(f"{self.splits['val'] / strange}: is no class of train")
+        for split, names in found.items():
+            for strange in sorted(set(names) - set(all_classes)):
+                raise UserError(
+                    f"{self.splits[split] / strange}: is no class of {next(iter(found))}"
+                )
         return all_classes
 
     def collection(self, split: str, classes: list[str]) -> Listing:
@@ -73,18 +76,6 @@ class FolderSource:
             for file in folder_files(root, name, label)
         ]
         return FolderImages(root, classes, files)
-
-
-class TarImages(Listing):
-    """Members of a tar, read by their places."""
-
-    def __init__(self, tar: Path, classes: Sequence[str], files: Sequence[ImageFile]) -> None:
-        super().__init__(tar, classes, files)
-        self._offsets = np.array([file.offset for file in files], dtype=np.int64)
-
-    def load(self, i: int) -> bytes:
-        with self.root.open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), int(self._sizes[i]), int(self._offsets[i]))
 
 
 @dataclass(frozen=True)
@@ -109,7 +100,7 @@ class TarSource:
     def collection(self, split: str, classes: list[str]) -> Listing:
         labels = {name: label for label, name in enumerate(classes)}
         files = self._train_files(labels) if split == "train" else self._val_files(labels)
-        return TarImages(self.splits[split], classes, files)
+        return PackedImages(self.splits[split], classes, files)
 
     def _train_files(self, labels: Mapping[str, int]) -> list[ImageFile]:
         files: list[ImageFile] = []

@@ -83,6 +83,18 @@ class FolderImages(Listing):
         return (self.root / self.name(i)).read_bytes()
 
 
+class PackedImages(Listing):
+    """Images in one file, such as a tar, read by their places."""
+
+    def __init__(self, path: Path, classes: Sequence[str], files: Sequence[ImageFile]) -> None:
+        super().__init__(path, classes, files)
+        self._offsets = np.array([file.offset for file in files], dtype=np.int64)
+
+    def load(self, i: int) -> bytes:
+        with self.root.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), int(self._sizes[i]), int(self._offsets[i]))
+
+
 def folder_files(root: Path, folder: str, label: int) -> list[ImageFile]:
     """The files of a folder below `root`, by name."""
     found = []

@@ -3,8 +3,8 @@
     python -m data_prep.tiny_imagenet --source tiny-imagenet-200 --out data/tiny_imagenet
 
 The folder has wnids.txt, train/WNID/images/ and val/images/ with val_annotations.txt. A label is
-the place of the WordNet id among all of them, sorted. The set "test" is val: the official test
-images have no labels.
+the place of the WordNet id among all of them, sorted; its name is in words.txt. The set "test" is
+val: the official test images have no labels.
 """
 
 from pathlib import Path
@@ -53,11 +53,14 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     root: Path = arguments.source
     ids = class_ids(root)
+    lines = text_lines(root / "words.txt") if (root / "words.txt").exists() else []
+    words = dict(line.partition("\t")[::2] for line in lines)
+    names = [words.get(name, name).split(",")[0] for name in ids]  # the first word of several
     train: list[ImageFile] = []
     for label, name in enumerate(ids):
         train += folder_files(root, f"train/{name}/images", label)
     sets = [
-        SetSource(name, FolderImages(root, ids, files), {"data": "Tiny ImageNet", "split": split})
+        SetSource(name, FolderImages(root, names, files), {"data": "Tiny ImageNet", "split": split})
         for name, split, files in (("train", "train", train), ("test", "val", val_files(root, ids)))
     ]
     run_conversions(sets, arguments)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
-from glob import glob, has_magic
+from glob import escape, glob, has_magic
 from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
@@ -85,12 +85,20 @@ def _resolve_parts(pattern: str, key: str) -> list[tuple[str, list[str]]]:
         ) as error:  # each protocol has its own: missing packages, hosts, credentials
             raise ConfigError(key, pattern, f"cannot be opened: {error}") from None
         if not found:
-            right = "a tar of images and .cls labels"
-            if os.path.isdir(part):
-                right = f"it is a directory; its shards are {part.rstrip('/')}/train-*.tar, say"
-            raise ConfigError(key, pattern, f"no shard {part!r} ({right})")
+            raise ConfigError(key, pattern, f"no shard {part!r} ({_instead(part)})")
         resolved.append((part, found))
     return resolved
+
+
+def _instead(part: str) -> str:
+    """What would be right in place of a part that means no shard."""
+    inside = [path for depth in ("*", "*/*") for path in glob(os.path.join(escape(part), depth))]
+    shards = {re.sub(r"-\d+\.tar", "-*.tar", p) for p in inside if p.endswith((".tar", ".gz"))}
+    if shards:
+        return f"a directory of shards: say {' or '.join(map(repr, sorted(shards)[:3]))}"
+    if any(map(os.path.isdir, inside)):
+        return f"for class folders: python -m data_prep.folders {part} --out DIR converts them"
+    return "a tar of images and .cls labels"
 
 
 def _matches(part: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Test images, every sample exactly once on any number of ranks, always the same pixels; and the
 sets of a configuration, opened and checked."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from copy import copy
 from dataclasses import dataclass
 from itertools import product
@@ -175,8 +175,7 @@ class DataSets:
         if config.synthetic.shards:
             self.all.append(_open(config, config.synthetic.shards, "data.synthetic.shards", known))
             resized.append(bool(config.synthetic.augment.resize[1]))
-        for catalog, any_size in zip(self.all, resized, strict=True):
-            require_fits(catalog, image_size, channels, num_classes, any_size)
+        require_fits(zip(self.all, resized, strict=True), image_size, channels, num_classes)
         _require_same_classes(self.train, self.all)
 
     def training_loader(
@@ -222,7 +221,7 @@ def open_test_set(
 ) -> TestSet:
     """The test set alone, checked against what the model takes; `key` names it in messages."""
     catalog = _open(config, config.test, key)
-    require_fits(catalog, image_size, channels, num_classes, bool(config.test_resize))
+    require_fits([(catalog, bool(config.test_resize))], image_size, channels, num_classes)
     return TestSet(catalog, image_size, channels, config.test_resize, config.workers)
 
 
@@ -236,7 +235,7 @@ def _open(config: DataConfig, pattern: str, key: str, known: Set[str] = frozense
 # A set decoded into memory, for small ones; and checks of a set against the model.
 
 _LOOKED_AT = 16
-_RESIZED_BY = {"data.test": "data.test_resize", "--data": "--resize"}
+_RESIZED_BY = {"data.test": "data.test_resize={3}", "--data": "--resize {3}"}
 
 
 @dataclass(frozen=True)
@@ -295,24 +294,28 @@ def _require_same_classes(train: Catalog, others: list[Catalog]) -> None:
 
 
 def require_fits(
-    catalog: Catalog, image_size: int, in_channels: int, num_classes: int, resized: bool = False
+    sets: Iterable[tuple[Catalog, bool]], image_size: int, in_channels: int, num_classes: int
 ) -> None:
-    """A set must be what the model takes: all labels are looked at, and some of the images.
+    """Sets must be what the model takes: all labels are looked at, and some of the images.
 
-    resized: images of any size are made to fit. Greyscale images among colour ones become colour; a
-    set of greyscale images alone is not what a model with three channels is for.
+    With each, whether images of any size are made to fit. Greyscale images among colour ones become
+    colour; a set of greyscale images alone is not what a model with three channels is for.
     """
-    lowest, highest = catalog.label_range()
-    if lowest < 0 or highest >= num_classes:
-        found = f"{catalog.key} has labels from {lowest} to {highest}"
-        raise ConfigError("model.num_classes", num_classes, found)
-    shapes = _some_shapes(catalog)
-    channels, height, width = max(shapes)
-    if channels != in_channels:
-        what = f"the images of {catalog.key} are {channels}×{height}×{width}"
-        raise ConfigError("model.in_channels", in_channels, what)
-    for channels, height, width in [] if resized else shapes:
-        if height != width or height != image_size:
-            what = f"the images of {catalog.key} are {channels}×{height}×{width}"
-            way = _RESIZED_BY.get(catalog.key, "augment.resize")
-            raise ConfigError("model.image_size", image_size, f"{what}; {way} makes them fit")
+    sides = image_size, image_size * 9 // 7, image_size * 8 // 7  # as with the paper's ImageNet
+    wrong: dict[str, str] = {}  # with what makes it right
+    for catalog, resized in sets:
+        lowest, highest = catalog.label_range()
+        if lowest < 0 or highest >= num_classes:
+            found = f"{catalog.key} has labels from {lowest} to {highest}"
+            raise ConfigError("model.num_classes", num_classes, found)
+        shapes = _some_shapes(catalog)
+        seen = f"the images of {catalog.key} are {'×'.join(map(str, max(shapes)))}"
+        if max(shapes)[0] != in_channels:
+            raise ConfigError("model.in_channels", in_channels, seen)
+        if not resized and {shape[1:] for shape in shapes} != {(image_size, image_size)}:
+            seen += f" and {'×'.join(map(str, min(shapes)))}" if min(shapes) < max(shapes) else ""
+            way = _RESIZED_BY.get(catalog.key, "{0}.resize=[{1},{2}] {0}.crop_padding=0")
+            wrong[seen] = way.format(f"{catalog.key.rpartition('.')[0]}.augment", *sides)
+    if wrong:
+        right = f"{', '.join(wrong)}; {' '.join(wrong.values())} makes them fit"
+        raise ConfigError("model.image_size", image_size, right)

@@ -41,7 +41,9 @@ class ArgumentParser(argparse.ArgumentParser):
     """A parser whose errors are UserErrors."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
+        expanded = message.startswith("unrecognized") and message.endswith((".tar", ".tar.gz"))
+        right = "quote a pattern that the shell expands: 'DIR/test-*.tar'; " if expanded else ""
+        raise UserError(f"{message}; {right}see {self.prog} --help")
 
     def add_configuration(self, required: bool = False) -> None:
         """--config and the arguments that go over it."""

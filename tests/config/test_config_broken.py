@@ -110,6 +110,7 @@ def test_data_that_cannot_be_used(tmp_path, monkeypatch):
     write_images(tmp_path / "big.tar.gz", 3, (16, 16))
     write_images(tmp_path / "wide.tar.gz", 6, (8, 12))
     write_images(tmp_path / "labels.tar.gz", 3, classes=-2)
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
     write(tmp_path / "shard.tar", "This is not a tar. " * 100)
     whole = (tmp_path / "train-000.tar.gz").read_bytes()
     (tmp_path / "half.tar.gz").write_bytes(whole[: len(whole) // 2])
@@ -118,13 +119,18 @@ def test_data_that_cannot_be_used(tmp_path, monkeypatch):
         ("data.test=none-*.tar", "data.test = 'none-*.tar'", "no shard"),
         ("data.test='{a'", "data.test = '{a'", "Unbalanced"),
         ("data.train=builtin:digts/train-*.tar.gz", "data.train = 'builtin:digts", "no shard"),
-        (f"data.test={tmp_path}", f"no shard '{tmp_path}'"),
+        (f"data.test={tmp_path}", f"a directory of shards: say '{tmp_path}/big.tar.gz' or "),
+        (f"data.test={tmp_path / 'photos'}", "python -m data_prep.folders"),
         (f"data.test={'x' * 300}", "data.test = 'xxx", "no shard"),
         ("data.train=shard.tar", "shard.tar: is not a readable shard"),
         ("data.train=half.tar.gz", "half.tar.gz: is not a readable shard"),
         ("data.train='*none*.tar.gz'", "data.train = '*none*.tar.gz'", "no samples"),
         ("data.test=big.tar.gz", "model.image_size = 8", "data.test are 1×16×16"),
-        ("data.train=wide.tar.gz", "model.image_size = 8", "data.train are 1×8×12"),
+        (
+            "data={train: wide.tar.gz, test: big.tar.gz}",
+            "the images of data.train are 1×8×12, the images of data.test are 1×16×16",
+            "data.augment.resize=[8,10] data.augment.crop_padding=0 data.test_resize=9",
+        ),
         ("model={in_channels: 3, width: 12}", "model.in_channels = 3", "data.train are 1×8×8"),
         ("model.num_classes=2", "model.num_classes = 2", "from 0 to 2"),
         ("data.test=labels.tar.gz", "model.num_classes = 3", "data.test has labels from -1 to"),

@@ -79,4 +79,4 @@ def test_a_set_that_is_not_what_the_model_takes(tmp_path, shape, label, channels
     members = [("a.cls", str(label).encode()), ("a.png", encode(noise(*shape)))]
     catalog = open_catalog(write_tar(tmp_path / "a.tar", members), "data.test")
     with pytest.raises(ConfigError, match=f"^{message}"):
-        require_fits(catalog, 8, channels, 5)
+        require_fits([(catalog, False)], 8, channels, 5)

@@ -97,6 +97,11 @@ def test_cifar100(tmp_path):
     assert "no coarse labels" in is_refused(cifar.main, *argv(ten, tmp_path / "o", "--coarse"))
 
 
+def test_names_without_their_file():
+    assert cifar.class_names({}, cifar.CIFAR10)[3:6] == ["cat", "deer", "dog"]
+    assert cifar.class_names({}, cifar.CIFAR100) == [str(label) for label in range(100)]
+
+
 @pytest.mark.parametrize("place", ["data", "label", "meta", "all"])
 def test_a_malicious_pickle_is_not_run(tmp_path, place):
     """Wherever the call hides: nothing happens, and what it asked for is named."""
