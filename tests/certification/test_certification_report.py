@@ -92,6 +92,7 @@ def test_the_page_has_every_figure_and_needs_nothing_beside_itself() -> None:
     expected += [f"{row['median_radius']:.4f}" for row in facts["classes"]]
     command = "python -m lipnext_scale.certify --model runs/some --data 'data/x-{0..3}.tar'"
     expected.append(f"{command} --resize 256 --radii 36/255 72/255 0.5")
+    expected.append(f"{facts['histogram']['edges'][-2]:.2f} and larger")
     assert [figure for figure in expected if figure not in page.text] == []
     outside = re.findall(r'(?:src|href|action)="(?!data:|#)|@import|url\((?!#)|<script', page.html)
     assert outside == [] and page.html.count("<svg") == 2
