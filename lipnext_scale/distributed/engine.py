@@ -236,15 +236,11 @@ class Engine:
         return None
 
     @property
-    def replica(self) -> int:
-        """Which of them this rank is."""
-        group = self.replicate_group()
-        return 0 if group is None else group.rank()
-
-    @property
     def shares_step(self) -> bool:
-        """Whether each of them steps a share of the matrices only."""
-        return False
+        """Whether each of them steps a share of the matrices only. Rows have owners already, in
+        every replica."""
+        config = self.config
+        return config.share_step and config.weight_layout == "bank" and self.replicas() > 1
 
     # A step
 
@@ -400,10 +396,6 @@ class DDPEngine(Engine):
 
     def replicate_group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD
-
-    @property
-    def shares_step(self) -> bool:
-        return self.config.share_step and self.replicas() > 1
 
     def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
         # As DDP's no_sync(), whose context would have to span the forward and the backward pass.

@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import nn
 
 from lipnext_scale.distributed import build_engine
@@ -61,7 +62,8 @@ def estimate(
     counted = len(orthogonal) + len(euclidean)
     if engine.shares_step:
         sharings = bank_sharings(model, engine.replicas())
-        replica = engine.replica if replica is None else replica
+        if replica is None:
+            replica = dist.get_rank(engine.replicate_group())
         runs = [(p, run) for name, p in orthogonal for run in sharings[name].share(replica)]
         stepped = sum(local_part(p)[run].numel() for p, run in runs)
         counted = len(runs) + len(euclidean)

@@ -117,13 +117,6 @@ class FSDPEngine(Engine):
                 unit.set_modules_to_backward_prefetch(units[max(0, index - ahead) : index][::-1])
         return model
 
-    @property
-    def shares_step(self) -> bool:
-        """With rows a shard group has owners already, and every replica its own."""
-        return (
-            self.config.share_step and self.replicas() > 1 and self.config.weight_layout == "bank"
-        )
-
     @torch.no_grad()
     def _reduce_over_replicas(self, unit: nn.Module, sharing: Sharing | None, flat: Tensor) -> None:
         """FSDP's hook: the unit's gradients on this rank one after the other, a bank first."""

@@ -143,8 +143,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 #     finish rows(last)
 #
 # So two buckets are in transfer in each direction, and no memory but theirs is needed: two outboxes
-# and two inboxes each way and two buckets of whole gradients, each about `bucket_bytes`. A rank
-# sends 8·P·(R-1)/R² bytes a step for P parameters on R ranks, 6·P·… where rows return in bfloat16.
+# and two inboxes each way and two buckets of whole gradients, each about `bucket_bytes`.
 
 
 class RowManifoldAdam:
