@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 8 -m lipnext_scale.certify --model runs/imagenet_2b
 
 Writes certificate.json, samples.csv, report.html, cra.png and examples.png into the run directory
-(or --out), and prints a table. The same command after a kill continues.
+(or --out), and prints a table. Beside a certificate of the run with other settings, and for an
+older checkpoint, they go into RUN/certificates. The same command after a kill continues.
 """
 
 import time
@@ -43,6 +44,7 @@ from lipnext_scale.certification.certifier import (
     nominal_radii,
 )
 from lipnext_scale.certification.report import write_report
+from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import TestBatch, to_unit_range
 from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.models import LipNeXt
@@ -109,7 +111,8 @@ def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Proce
     print(f"{title} of {target.path} on {target.data}")
     print(table(facts))
     if out.path.parent.name == BESIDE:
-        print(f"this is not the run's own certificate, and is beside it: {out.path}")
+        own = RunDirectory(out.path.parent.parent).certificate
+        print(f"{own} is not changed; this one is beside it: {out.path}")
     seconds = time.perf_counter() - began
     print(f"{seconds:.1f} s; written: " + ", ".join(str(path) for path in written))
 

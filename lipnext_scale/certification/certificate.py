@@ -86,11 +86,10 @@ def open_target(arguments: argparse.Namespace, *settings: str) -> EvaluationTarg
         raise UserError(f"--resize {arguments.resize}: must be 0 or at least {takes.image_size}")
     key = "--data" if arguments.data else "data.test"
     test = open_test_set(config, takes.image_size, takes.in_channels, takes.num_classes, key)
+    own = Path(f"{str(path).removesuffix(SUFFIX)}-certificate") if run is None else run.path
     data = _data_setting(test.catalog.fingerprint(), test.resize)
-    beside = Path(f"{str(path).removesuffix(SUFFIX)}-certificate")
-    out = RunDirectory(
-        arguments.out or (beside if run is None else _place(run, path, [*settings, data]))
-    )
+    place = arguments.out or _place(own, _older_checkpoint(run, path), [*settings, data])
+    out = RunDirectory(place)
     if out.path.is_file():
         raise UserError(f"--out {out.path}: is a file; must be a directory")
     named = test.catalog.class_names
@@ -102,22 +101,27 @@ def open_target(arguments: argparse.Namespace, *settings: str) -> EvaluationTarg
 BESIDE = "certificates"
 
 
-def _place(run: RunDirectory, path: Path, settings: list[str]) -> Path:
-    """The run, or a directory beside its certificate, named after what differs: an older
-    checkpoint, a fast look, or settings that are not those of the certificate that is there."""
+def _place(own: Path, names: list[str], settings: list[str]) -> Path:
+    """The model's own directory, or one in it that is named after what differs: `names`, a fast
+    look, and settings that are not those of the certificate that is there."""
 
     def place(names: list[str]) -> Path:
-        return run.path / BESIDE / "_".join(names) if names else run.path
+        return own / BESIDE / "_".join(names) if names else own
 
-    newest, name = latest_checkpoint(run.checkpoints), path.resolve().name  # of a link
-    older = path != run.path and newest is not None and name != newest.name
-    names = [name] * older + [setting for setting in settings if setting == "bfloat16"]
+    names = names + [setting for setting in settings if setting == "bfloat16"]
     if stored := read_certificate(RunDirectory(place(names))):
-        facts, data = stored[0], stored[0]["data"]
-        radii = map(float, facts["certified_accuracy"])
-        there = (facts["arithmetic"], radii_setting(radii), _data_setting(**data))
+        facts = stored[0]
+        radii = radii_setting(map(float, facts["certified_accuracy"]))
+        there = (facts["arithmetic"], radii, _data_setting(**facts["data"]))
         names += [setting for setting in settings if setting not in there]
     return place(names)
+
+
+def _older_checkpoint(run: RunDirectory | None, path: Path) -> list[str]:
+    """Its name, if the path is one that is not the run's newest."""
+    newest = latest_checkpoint(run.checkpoints) if run is not None and path != run.path else None
+    name = path.resolve().name  # `latest` is a link
+    return [] if newest is None or newest.name == name else [name]
 
 
 def radii_setting(radii: Iterable[float]) -> str:

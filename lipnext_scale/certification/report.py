@@ -293,9 +293,8 @@ def histogram_figure(histogram: dict[str, list[float]]) -> Figure:
         counts = sign * np.array(histogram[kind])
         width = 0.88 * np.diff(edges)
         axes.bar(edges[:-1], counts, width, align="edge", color=color, label=f"{kind} predictions")
-    last, top = edges[-2:].mean(), histogram["right"][-1] + max(histogram["right"]) / 50
-    text = f"{edges[-2]:.2f} and larger"
-    axes.text(last, top, text, color=FAINT, fontsize=8, rotation=90, ha="center", va="bottom")
+    text, top = f"{edges[-2]:.2f} and larger", histogram["right"][-1]
+    axes.text(edges[-2], top, text, color=FAINT, rotation=90, ha="left", va="bottom")
     axes.axhline(0, color=FAINT, linewidth=0.8)
     axes.set(xlabel="radius (l2 norm, pixels in [0, 1])", ylabel="samples", xlim=(0, edges[-1]))
     axes.yaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10], integer=True))
