@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import jinja2
@@ -141,10 +140,13 @@ class Report:
             command=command_of(self.facts),
         )
 
-    def verdict(self, sample: int) -> str:
-        said, true = int(self.results.predictions[sample]), int(self.results.labels[sample])
-        found = self.class_name(said)
-        return found if said == true else f"{found}, is {self.class_name(true)}"
+    def verdict(self, sample: int, longest: int = 1000) -> str:
+        """longest: characters of what is said; names are cut to fit."""
+        said, true = (int(of[sample]) for of in (self.results.predictions, self.results.labels))
+        names = [self.class_name(label) for label in dict.fromkeys((said, true))]
+        most = longest if said == true else longest // 2 - 2
+        cut = [name if len(name) <= most else name[: most - 1] + "…" for name in names]
+        return ", is ".join(cut)
 
     def attacked_pictures(self) -> list[dict[str, Any]]:
         """Original, change and attacked image of each example of an attack."""
@@ -184,8 +186,7 @@ class Report:
         for (title, chosen), line in zip(rows.items(), grid, strict=True):
             for sample, axes in zip(chosen.tolist(), line, strict=False):
                 axes.imshow(squeezed(self.image(sample)), "gray", vmin=0, vmax=255)
-                verdict = shorten(self.verdict(sample), 22, placeholder=" …")
-                text = f"{verdict}\nr = {self.results.radii[sample]:.3f}"
+                text = f"{self.verdict(sample, 22)}\nr = {self.results.radii[sample]:.3f}"
                 axes.set_title(text, fontsize=8, parse_math=False)
             sideways = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 8}
             line[0].text(-0.08, 0.5, title, transform=line[0].transAxes, **sideways)

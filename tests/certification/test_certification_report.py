@@ -111,6 +111,9 @@ def test_samples_are_shown_with_their_class_names() -> None:
     wrong = int(np.argmax(np.where(results.correct, -1, results.radii)))
     predicted, true = (NAMES[of[wrong]] for of in (results.predictions, results.labels))
     assert f"{predicted}, is {true}" in page.text
+    long = replace(report, class_names=tuple(f"{name} of a kind" for name in NAMES))
+    cut = ", is ".join(f"{name} of a kind"[:8] + "…" for name in (predicted, true))
+    assert long.verdict(wrong, 22) == cut
 
 
 def test_text_from_outside_stays_text() -> None:
