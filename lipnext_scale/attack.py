@@ -22,6 +22,7 @@ from lipnext_scale.certification.certificate import (
     Arrays,
     EvaluationTarget,
     add_arguments,
+    class_name,
     map_test_set,
     open_target,
     shared_blocks,
@@ -47,6 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         target = processes.each(lambda: open_target(arguments))
         samples = _evenly_spaced(arguments.samples, len(target.test.catalog))
+        if processes.rank == 0:
+            print(f"attack of {target.path} on {target.data}: {len(samples):,} samples", flush=True)
         model = target.model.to(processes.device, torch.float64)
         certifier = Certifier(model, shared_blocks(model, processes), arguments.assume_lipschitz)
         about = _about(target, certifier, settings, inside)
@@ -140,17 +143,18 @@ def _report(
             if pictures := attacks.examples(attacker, results, test.image):
                 write_arrays(attacked, pictures)
                 written.append(attacked)
-            written += refresh_report(out, test)
-    print(f"attack of {target.path} on {target.data}")
+            written += refresh_report(target)
     print(attacks.attack_table(found))
     print("written: " + ", ".join(str(path) for path in written), flush=True)
     if found["violations"]:
         first = found["violations"][0]
+        labels = (first["label_before"], first["label_after"])
+        before, after = (class_name(target.classes, label) for label in labels)
         assumed = f"; K = {certifier.lipschitz_bound:g} was assumed" if certifier.assumed else ""
         raise RunFailed(
             f"samples that change inside their radius: {len(found['violations'])}; "
-            f"{first['name']}: radius {first['radius']:.9g}, label {first['label_before']} becomes "
-            f"{first['label_after']} at {first['distance']:.9g}{assumed}"
+            f"{first['name']}: radius {first['radius']:.9g}, label {before} becomes {after} at "
+            f"{first['distance']:.9g}{assumed}"
         )
 
 

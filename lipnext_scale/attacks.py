@@ -300,6 +300,7 @@ class Points:
 class Attacker:
     def __init__(self, certifier: Certifier, settings: AttackSettings) -> None:
         self.certifier, self.settings = certifier, settings
+        self.count: Callable[[], object] = lambda: None  # called after each attack
         self.search = deepcopy(certifier.model).requires_grad_(False).float()
         self.device = certifier.model.head.weight.device
         memory = GPU_MEMORY if self.device.type == "cuda" else CPU_MEMORY
@@ -328,6 +329,7 @@ class Attacker:
         attacked = torch.cat(searched)
         labels = torch.cat([self.certifier(part)[0] for part in attacked.split(self.batch)])
         distances = (attacked.double() - targets.images.double()).flatten(1).norm(dim=1)
+        self.count()
         return Points(targets, attacked, labels, distances)
 
     def _search(
@@ -460,9 +462,16 @@ def point_arrays(found: list[Points]) -> Arrays:
 
 
 def attack_batch(
-    attacker: Attacker, inside: float, epsilons: tuple[float, ...], batch: TestBatch
+    attacker: Attacker,
+    inside: float,
+    epsilons: tuple[float, ...],
+    batch: TestBatch,
+    reach: Callable[[float], None],
 ) -> Arrays:
     """Both questions (docs/attack.md) for a batch: a row per sample, and the violations."""
+    attacks_at_most = len(attacker.settings.attacks) * (1 + len(epsilons))
+    shares = (number / attacks_at_most for number in range(1, attacks_at_most + 1))
+    attacker.count = lambda: reach(next(shares))
     targets = attacker.targets(batch.images, batch.ids)
     violations = hunt(attacker, targets, inside)
     hunted = (targets.radii > 0) * len(attacker.settings.attacks)

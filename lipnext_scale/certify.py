@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 8 -m lipnext_scale.certify --model runs/imagenet_2b
 
 Writes certificate.json, samples.csv, report.html, cra.png and examples.png into the run directory
-(or --out), and prints a table. The same command after a kill continues.
+(or --out), and prints a table. Beside a certificate of the run with other settings, and for an
+older checkpoint, they go into RUN/certificates. The same command after a kill continues.
 """
 
 import time
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lipnext_scale.certification.certificate import (
+    BESIDE,
     Arrays,
     Proof,
     SampleResults,
@@ -25,6 +27,7 @@ from lipnext_scale.certification.certificate import (
     certificate,
     map_test_set,
     open_target,
+    radii_setting,
     shared_blocks,
     table,
     write_json,
@@ -41,6 +44,7 @@ from lipnext_scale.certification.certifier import (
     nominal_radii,
 )
 from lipnext_scale.certification.report import write_report
+from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import TestBatch, to_unit_range
 from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.models import LipNeXt
@@ -84,7 +88,8 @@ def _parser() -> ArgumentParser:
 
 def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Processes) -> None:
     began = time.perf_counter()
-    target = processes.each(lambda: open_target(arguments))
+    settings = (arguments.dtype, radii_setting(epsilons))
+    target = processes.each(lambda: open_target(arguments, *settings))
     dtype = getattr(torch, arguments.dtype)
     # K is of weights in the arithmetic of the forward pass; for a fast look, in float32.
     measured = torch.float32 if dtype == torch.bfloat16 else dtype
@@ -96,8 +101,8 @@ def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Proce
     out, results = target.out, SampleResults(**arrays)
     facts = certificate(target, proof, results, epsilons)
     with writing(out.path):
-        write_samples(out.samples, results, target.test.sample_name)
-        written = [out.samples, *write_report(out, facts, results, target.test)]
+        write_samples(target, results)
+        written = [out.samples, *write_report(target, facts, results)]
         # certificate.json is last: where it is, the others are too.
         for path in (out.certificate, *([arguments.json] if arguments.json else [])):
             write_json(path, facts)
@@ -105,6 +110,9 @@ def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Proce
     title = "certificate" if facts["certified"] else f"NO CERTIFICATE ({facts['why_not']})"
     print(f"{title} of {target.path} on {target.data}")
     print(table(facts))
+    if out.path.parent.name == BESIDE:
+        own = RunDirectory(out.path.parent.parent).certificate
+        print(f"{own} is not changed; this one is beside it: {out.path}")
     seconds = time.perf_counter() - began
     print(f"{seconds:.1f} s; written: " + ", ".join(str(path) for path in written))
 
@@ -127,7 +135,7 @@ def _fast_look(model: LipNeXt, bound: float, images: Tensor) -> tuple[Tensor, Te
     return labels, radii.double() / bound
 
 
-def _work(radii: Radii, batch: TestBatch) -> Arrays:
+def _work(radii: Radii, batch: TestBatch, _: object) -> Arrays:
     labels, found = radii(batch.images)
     return {
         "labels": batch.labels.numpy(),

@@ -18,8 +18,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="NAME.safetensors, or a directory")
     arguments = parser.parse_args(argv)
     is_file = arguments.out.suffix == SUFFIX
-    if arguments.out.is_dir() if is_file else arguments.out.is_file():
-        raise UserError(f"--out {arguments.out}: must name a file {SUFFIX}, or a directory")
+    other = arguments.out.suffix not in ("", SUFFIX) and not arguments.out.is_dir()
+    if other or (arguments.out.is_dir() if is_file else arguments.out.is_file()):
+        right = f"must be a file NAME{SUFFIX}, or a directory, without a suffix if it is new"
+        raise UserError(f"--out {arguments.out}: {right}")
     run = RunDirectory(arguments.run)
     model = run.load_model()
     try:

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lipnext_scale.certification import Certifier
-from lipnext_scale.certification.certificate import CHUNK, write_csv, writing
+from lipnext_scale.certification.certificate import CHUNK, class_name, write_csv, writing
 from lipnext_scale.certification.certifier import run_of
 from lipnext_scale.certification.report import squeezed
 from lipnext_scale.checkpoint.exports import export_data
@@ -111,8 +111,7 @@ def predict(
         labels, radii = certifier(torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2))
         for file, label, radius in zip(part, labels.tolist(), radii.tolist(), strict=True):
             shown = str(file).encode(errors="backslashreplace").decode()  # it may be no Unicode
-            name = classes[label] if label < len(classes) else str(label)
-            found.append(Prediction(shown, label, name, radius))
+            found.append(Prediction(shown, label, class_name(classes, label), radius))
         progress.advance(len(part))
     progress.close()
     return found, images

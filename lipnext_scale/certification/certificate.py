@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lipnext_scale.certification.certifier import (
     measure_blocks,
     run_of,
 )
+from lipnext_scale.checkpoint import latest_checkpoint
 from lipnext_scale.checkpoint.exports import SUFFIX, export_data, stable_parameters
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import DataConfig, TestBatch, TestSet, open_test_set
@@ -45,7 +47,8 @@ from lipnext_scale.utils.progress import Progress
 
 @dataclass(frozen=True)
 class EvaluationTarget:
-    """model: as stored, on the CPU. out: where results go. data: the pattern of the shards."""
+    """model: as stored, on the CPU. out: where results go. data: the pattern of the shards.
+    classes: the names of the labels; empty: they have none."""
 
     path: Path
     model: LipNeXt
@@ -53,6 +56,7 @@ class EvaluationTarget:
     test: TestSet
     data: str
     out: RunDirectory
+    classes: tuple[str, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--radii", nargs="+", type=parse_radius, default=DEFAULT_RADII, help=which)
 
 
-def open_target(arguments: argparse.Namespace) -> EvaluationTarget:
-    """Load the model and open the test shards, which must fit it."""
+def open_target(arguments: argparse.Namespace, *settings: str) -> EvaluationTarget:
+    """Load the model and open the test shards, which must fit it. settings: as of `_place`."""
     if (arguments.run is None) == (arguments.model is None):
         raise UserError("give either --run DIR or --model PATH")
     path = Path(arguments.run or arguments.model)
@@ -82,11 +86,50 @@ def open_target(arguments: argparse.Namespace) -> EvaluationTarget:
         raise UserError(f"--resize {arguments.resize}: must be 0 or at least {takes.image_size}")
     key = "--data" if arguments.data else "data.test"
     test = open_test_set(config, takes.image_size, takes.in_channels, takes.num_classes, key)
-    beside = Path(f"{str(path).removesuffix(SUFFIX)}-certificate")
-    out = RunDirectory(arguments.out or (beside if run is None else run.path))
+    own = Path(f"{str(path).removesuffix(SUFFIX)}-certificate") if run is None else run.path
+    data = _data_setting(test.catalog.fingerprint(), test.resize)
+    place = arguments.out or _place(own, _older_checkpoint(run, path), [*settings, data])
+    out = RunDirectory(place)
     if out.path.is_file():
         raise UserError(f"--out {out.path}: is a file; must be a directory")
-    return EvaluationTarget(path, model, weights_digest(model), test, config.test, out)
+    named = test.catalog.class_names
+    facts = export_data(path) if run is None else run.data_facts()
+    classes = () if len(named) > 1 else next(iter(named), facts.classes)  # shards may disagree
+    return EvaluationTarget(path, model, weights_digest(model), test, config.test, out, classes)
+
+
+BESIDE = "certificates"
+
+
+def _place(own: Path, names: list[str], settings: list[str]) -> Path:
+    """The model's own directory, or one in it that is named after what differs: `names`, a fast
+    look, and settings that are not those of the certificate that is there."""
+
+    def place(names: list[str]) -> Path:
+        return own / BESIDE / "_".join(names) if names else own
+
+    names = names + [setting for setting in settings if setting == "bfloat16"]
+    if stored := read_certificate(RunDirectory(place(names))):
+        facts = stored[0]
+        radii = radii_setting(map(float, facts["certified_accuracy"]))
+        there = (facts["arithmetic"], radii, _data_setting(**facts["data"]))
+        names += [setting for setting in settings if setting not in there]
+    return place(names)
+
+
+def _older_checkpoint(run: RunDirectory | None, path: Path) -> list[str]:
+    """Its name, if the path is one that is not the run's newest."""
+    newest = latest_checkpoint(run.checkpoints) if run is not None and path != run.path else None
+    name = path.resolve().name  # `latest` is a link
+    return [] if newest is None or newest.name == name else [name]
+
+
+def radii_setting(radii: Iterable[float]) -> str:
+    return "radii-" + "-".join(radius_name(radius).replace("/", "_") for radius in radii)
+
+
+def _data_setting(fingerprint: str, resize: int, **_: object) -> str:
+    return f"data-{fingerprint[:8]}" + (f"-resize-{resize}" if resize else "")
 
 
 def _data_config(arguments: argparse.Namespace, path: Path, run: RunDirectory | None) -> DataConfig:
@@ -129,15 +172,16 @@ def map_test_set(
     target: EvaluationTarget,
     title: str,
     what: list[str],
-    work: Callable[[TestBatch], Arrays],
+    work: Callable[[TestBatch, Callable[[float], None]], Arrays],
     processes: Processes,
     samples: Tensor | None = None,
 ) -> Arrays:
-    """work(batch) for every chunk of the set; all results in the order of the samples, on rank 0.
+    """work(batch, reach) for every chunk; all results in the order of the samples, on rank 0.
 
     Finished chunks are files in a directory in `target.out` until all are done. what: everything
     that the results depend on, beside the target and the proof. samples: the numbers of those to
-    take, if not all. The other ranks get {}.
+    take, if not all. Slow work calls reach(share of the batch that is done) on its way. The other
+    ranks get {}.
     """
     test = target.test
     if samples is None:
@@ -159,14 +203,19 @@ def map_test_set(
     before, silent = sum(len(chunks[number]) for number in done), processes.rank > 0
     progress = Progress(len(samples), before, "image", title, log_seconds=10, silent=silent)
 
+    def reach(left: int, images: int, share: float) -> None:
+        # The other ranks are about as fast.
+        reached = min(int(share * images) * processes.world_size, left)
+        progress.advance(reached - (left - progress.left))
+
     def all_mine() -> None:
         batches = iter(test.in_parts([chunks[number] for number in mine]))
         for number, batch in zip(mine, batches, strict=True):
-            results = work(batch)
+            so_far = partial(reach, progress.left, len(batch.ids))
+            results = work(batch, so_far)
             with writing(store):
                 write_arrays(files[number], results)
-            # The other ranks are about as fast.
-            progress.advance(min(len(batch.ids) * processes.world_size, progress.left))
+            so_far(1.0)
 
     processes.each(all_mine)
     progress.close()
@@ -363,15 +412,22 @@ def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
     write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
 
 
-def write_samples(path: Path, results: SampleResults, name: Callable[[int], str]) -> None:
+def class_name(names: tuple[str, ...], label: int) -> str:
+    return names[label] if 0 <= label < len(names) else str(label)
+
+
+def write_samples(target: EvaluationTarget, results: SampleResults) -> None:
     """samples.csv: a row for each sample."""
-    rows: list[list[Any]] = [["sample", "name", "label", "prediction", "correct", "radius"]]
+    heads = ["sample", "name", "label", "prediction", "correct", "radius"]
+    rows: list[list[Any]] = [[*heads, "label_name", "prediction_name"]]
     columns = (results.labels, results.predictions, results.correct, results.radii)
     for number, (label, prediction, correct, radius) in enumerate(
         zip(*(column.tolist() for column in columns), strict=True)
     ):
-        rows.append([number, name(number), label, prediction, int(correct), radius])
-    write_csv(path, rows)
+        names = [class_name(target.classes, one) for one in (label, prediction)]
+        name = target.test.sample_name(number)
+        rows.append([number, name, label, prediction, int(correct), radius, *names])
+    write_csv(target.out.samples, rows)
 
 
 def read_results(path: Path) -> SampleResults:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import jinja2
@@ -22,11 +21,17 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from lipnext_scale.certification.certificate import SampleResults, radius_name, read_results
+from lipnext_scale.certification.certificate import (
+    EvaluationTarget,
+    SampleResults,
+    class_name,
+    radius_name,
+    read_certificate,
+)
 from lipnext_scale.config.run_directory import RunDirectory
-from lipnext_scale.data import TestSet
 from lipnext_scale.utils.config import as_float
 from lipnext_scale.utils.files import atomic_file, write_atomically
 
@@ -42,12 +47,11 @@ AMPLIFICATIONS = (1000, 500, 200, 100, 50, 20, 10, 5, 2, 1)
 
 
 def write_report(
-    out: RunDirectory, facts: dict[str, Any], results: SampleResults, test: TestSet
+    target: EvaluationTarget, facts: dict[str, Any], results: SampleResults
 ) -> list[Path]:
     """facts: certificate.json. The attack in `out` is shown if it is about the same target."""
-    sets = test.catalog.class_names
-    names = next(iter(sets)) if len(sets) == 1 else ()  # shards that disagree have none
-    report = Report(facts, results, test.image, test.sample_name, names, *_attack_in(out, facts))
+    out, test, attack = target.out, target.test, _attack_in(target.out, facts)
+    report = Report(facts, results, test.image, test.sample_name, target.classes, *attack)
     # File names need not be valid Unicode.
     page = report.html().encode(errors="backslashreplace")
     for path, figure in (
@@ -60,15 +64,16 @@ def write_report(
     return [out.curve_picture, out.examples_picture, out.report]
 
 
-def refresh_report(out: RunDirectory, test: TestSet) -> list[Path]:
+def refresh_report(target: EvaluationTarget) -> list[Path]:
     """Add a new attack to the report; nothing if no certificate of the same target is here."""
-    if not (out.certificate.is_file() and out.samples.is_file()):
+    out = target.out
+    if (stored := read_certificate(out)) is None:
         return []
+    facts, results = stored
     try:
-        facts, results = json.loads(out.certificate.read_bytes()), read_results(out.samples)
         if _attack_in(out, facts)[0] is None or len(results) != facts["data"]["samples"]:
             return []
-        return write_report(out, facts, results, test)
+        return write_report(target, facts, results)
     except (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError) as error:
         reason = f"{out.certificate} lacks what it shows ({type(error).__name__}: {error})"
         right = "python -m lipnext_scale.certify writes both anew"
@@ -108,7 +113,7 @@ class Report:
     attacked: dict[str, np.ndarray] | None = None
 
     def class_name(self, label: int) -> str:
-        return self.class_names[label] if 0 <= label < len(self.class_names) else str(label)
+        return class_name(self.class_names, label)
 
     def html(self) -> str:
         environment = jinja2.Environment(
@@ -135,10 +140,13 @@ class Report:
             command=command_of(self.facts),
         )
 
-    def verdict(self, sample: int) -> str:
-        said, true = int(self.results.predictions[sample]), int(self.results.labels[sample])
-        found = self.class_name(said)
-        return found if said == true else f"{found}, is {self.class_name(true)}"
+    def verdict(self, sample: int, longest: int = 1000) -> str:
+        """longest: characters of what is said; names are cut to fit."""
+        said, true = (int(of[sample]) for of in (self.results.predictions, self.results.labels))
+        names = [self.class_name(label) for label in dict.fromkeys((said, true))]
+        most = longest if said == true else longest // 2 - 2
+        cut = [name if len(name) <= most else name[: most - 1] + "…" for name in names]
+        return ", is ".join(cut)
 
     def attacked_pictures(self) -> list[dict[str, Any]]:
         """Original, change and attacked image of each example of an attack."""
@@ -178,8 +186,7 @@ class Report:
         for (title, chosen), line in zip(rows.items(), grid, strict=True):
             for sample, axes in zip(chosen.tolist(), line, strict=False):
                 axes.imshow(squeezed(self.image(sample)), "gray", vmin=0, vmax=255)
-                verdict = shorten(self.verdict(sample), 22, placeholder=" …")
-                text = f"{verdict}\nr = {self.results.radii[sample]:.3f}"
+                text = f"{self.verdict(sample, 22)}\nr = {self.results.radii[sample]:.3f}"
                 axes.set_title(text, fontsize=8, parse_math=False)
             sideways = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 8}
             line[0].text(-0.08, 0.5, title, transform=line[0].transAxes, **sideways)
@@ -287,8 +294,11 @@ def histogram_figure(histogram: dict[str, list[float]]) -> Figure:
         counts = sign * np.array(histogram[kind])
         width = 0.88 * np.diff(edges)
         axes.bar(edges[:-1], counts, width, align="edge", color=color, label=f"{kind} predictions")
+    text, top = f"{edges[-2]:.2f} and larger", histogram["right"][-1]
+    axes.text(edges[-2], top, text, color=FAINT, rotation=90, ha="left", va="bottom")
     axes.axhline(0, color=FAINT, linewidth=0.8)
     axes.set(xlabel="radius (l2 norm, pixels in [0, 1])", ylabel="samples", xlim=(0, edges[-1]))
+    axes.yaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10], integer=True))
     axes.yaxis.set_major_formatter(lambda count, _: f"{abs(count):,.0f}")
     add_legend(figure)
     return figure

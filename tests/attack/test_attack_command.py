@@ -15,6 +15,7 @@ from lipnext_scale.attack import main
 from lipnext_scale.certification import load_model
 from lipnext_scale.certify import main as certify
 from lipnext_scale.checkpoint.exports import save_export
+from lipnext_scale.utils.progress import Progress
 
 # The sample that the broken model was made for.
 WEAK = 3
@@ -62,9 +63,16 @@ def test_a_broken_model_is_caught_with_k_assumed_to_be_one(
 
 
 def test_the_same_model_passes_with_its_own_bound(
-    broken: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    broken: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """K is 1.05, nothing is found, and no file of an earlier attack stays."""
+    """K is 1.05, nothing is found, and no file of an earlier attack stays; progress is seen within
+    the only chunk."""
+    reached: list[int] = []
+    monkeypatch.setattr(Progress, "advance", lambda _, by: reached.append(by))
+    monkeypatch.setattr(Progress, "left", property(lambda _: 9 - sum(reached)))
     (tmp_path / "violations.npz").write_bytes(b"of an earlier attack")
     main([*broken, *QUICK, "--out", str(tmp_path), "--radii", "0.01", "36/255"])
     written = json.loads((tmp_path / "attack.json").read_text())
@@ -76,7 +84,9 @@ def test_the_same_model_passes_with_its_own_bound(
         assert found["certified"] <= found["robust"] <= written["clean_accuracy"]
         assert found["interval"][0] <= found["robust"] <= found["interval"][1]
     assert written["attacked"] == 9 and written["attacks_inside_the_radius"] == 18
-    assert "samples that change inside it: 0" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("attack of ") and "samples that change inside it: 0" in said
+    assert sum(reached) == 9 and 1 <= min(filter(None, reached)) <= max(reached) < 9
 
 
 @pytest.mark.slow

@@ -12,8 +12,10 @@ import torch
 from gloo import run_processes
 from sets_making import write_set
 from shard_making import encode, write_tar
+from training.small import small_recipe
 
 from lipnext_scale import certify
+from lipnext_scale.attack import main as attack
 from lipnext_scale.certification.certificate import add_arguments, open_target, read_results
 from lipnext_scale.certify import Certifier, load_model, main
 from lipnext_scale.checkpoint.exports import save_export
@@ -88,6 +90,39 @@ def test_what_is_written_is_what_the_certifier_finds(export: Path, tmp_path: Pat
     assert labels.tolist() == results.predictions[:256].tolist()
     assert radii.tolist() == results.radii[:256].tolist()
     assert "a newt" in (tmp_path / "report.html").read_text()
+    names = ("a cat", "a dog", "a newt", "an owl")
+    for kind in ("label", "prediction"):
+        assert [row[f"{kind}_name"] for row in rows] == [names[int(row[kind])] for row in rows]
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Others, and attacks on their targets, go beside it; the same settings replace it."""
+    run, beside = tmp_path / "run", tmp_path / "run" / "certificates"
+    Trainer(small_recipe(run, "run.max_steps=6", "run.eval_every=0")).run()
+    older, newest = run / "checkpoints" / "step-000000004", run / "checkpoints" / "latest"
+    plain, train = ["--run", str(run), "--radii", "0.1"], "builtin:digits/train-*.tar.gz"
+    main([*plain, "--dtype", "bfloat16"])  # no certificate: the run's own place stays free
+    assert f"beside it: {beside}/bfloat16\n" in capsys.readouterr().out
+    for given in (plain, ["--run", str(newest), "--radii", "1/10"]):
+        main(given)
+        assert "beside it" not in capsys.readouterr().out
+    before = {name: (run / name).read_bytes() for name in FILES}
+    for given, place in (
+        (["--run", str(older), "--radii", "0.1"], "step-000000004"),
+        (["--run", str(older), "--radii", "0.2"], "step-000000004_radii-0.2"),
+        ([*plain[:2], "--radii", "36/255", "1", "--dtype", "float32"], "float32_radii-36_255-1"),
+        ([*plain, "--data", train], "data-*"),
+    ):
+        main(given)
+        (made,) = beside.glob(place)
+        assert f"beside it: {made}\n" in capsys.readouterr().out
+        assert {path.name for path in made.iterdir()} == {*FILES}
+    assert len(list(beside.iterdir())) == 5
+    quick = ["--samples", "4", "--steps", "1", "--restarts", "1", "--methods", "pgd"]
+    attack(["--run", str(older), *quick])
+    assert "Under attack" in (beside / "step-000000004" / "report.html").read_text()
+    assert before == {name: (run / name).read_bytes() for name in FILES}
 
 
 def parsed(given: list[str]) -> argparse.Namespace:
@@ -117,11 +152,11 @@ def test_a_stopped_command_continues(
     main(arguments(export, tmp_path / "whole"))
     seen, work = [], certify._work
 
-    def stops(radii: Certifier, batch: TestBatch) -> dict[str, np.ndarray]:
+    def stops(radii: Certifier, batch: TestBatch, reach: object) -> dict[str, np.ndarray]:
         seen.append(int(batch.ids[0]))
         if len(seen) == 2:
             raise KeyboardInterrupt
-        return work(radii, batch)
+        return work(radii, batch, reach)
 
     monkeypatch.setattr(certify, "_work", stops)
     with pytest.raises(SystemExit):

@@ -92,6 +92,7 @@ def test_the_page_has_every_figure_and_needs_nothing_beside_itself() -> None:
     expected += [f"{row['median_radius']:.4f}" for row in facts["classes"]]
     command = "python -m lipnext_scale.certify --model runs/some --data 'data/x-{0..3}.tar'"
     expected.append(f"{command} --resize 256 --radii 36/255 72/255 0.5")
+    expected.append(f"{facts['histogram']['edges'][-2]:.2f} and larger")
     assert [figure for figure in expected if figure not in page.text] == []
     outside = re.findall(r'(?:src|href|action)="(?!data:|#)|@import|url\((?!#)|<script', page.html)
     assert outside == [] and page.html.count("<svg") == 2
@@ -110,6 +111,9 @@ def test_samples_are_shown_with_their_class_names() -> None:
     wrong = int(np.argmax(np.where(results.correct, -1, results.radii)))
     predicted, true = (NAMES[of[wrong]] for of in (results.predictions, results.labels))
     assert f"{predicted}, is {true}" in page.text
+    long = replace(report, class_names=tuple(f"{name} of a kind" for name in NAMES))
+    cut = ", is ".join(f"{name} of a kind"[:8] + "…" for name in (predicted, true))
+    assert long.verdict(wrong, 22) == cut
 
 
 def test_text_from_outside_stays_text() -> None:

@@ -69,10 +69,11 @@ def test_many_runs_stand_one_below_the_other(runs, tmp_path, capsys):
 def test_other_test_sets_and_arithmetic_are_named(runs, tmp_path):
     for name in ("look", "train"):
         shutil.copytree(runs / "a", tmp_path / name, symlinks=True)
-    certify(["--run", str(tmp_path / "look"), "--dtype", "bfloat16"])
+    look, train = (str(tmp_path / name) for name in ("look", "train"))
+    certify(["--run", look, "--dtype", "bfloat16", "--out", look])
     newest = str(max((tmp_path / "train" / "checkpoints").glob("step-*[0-9]")))
-    certify(["--run", newest, "--data", "builtin:digits/train-*.tar.gz"])
-    paths = ("a", str(tmp_path / "look"), str(tmp_path / "train"))
+    certify(["--run", newest, "--data", "builtin:digits/train-*.tar.gz", "--out", train])
+    paths = ("a", look, train)
     rows, page = compared(runs, tmp_path / "out", *paths)
     sets = [row["test set"] for row in rows]
     assert sets[0] == sets[1] != sets[2] and sets[2].startswith("1,437 samples, ")

@@ -154,6 +154,14 @@ def test_a_run_does_not_start_from_an_export_that_does_not_fit(tmp_path, change,
     assert not (tmp_path / "run").exists()  # free for the corrected command
 
 
+def test_a_suffix_that_is_not_written_is_refused(run, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--run", str(run), "--out", str(tmp_path / "x.pt")])
+    said = f"error: --out {tmp_path}/x.pt: must be a file NAME.safetensors, or a directory"
+    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(said)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_export_as_a_directory(run, tmp_path):
     """model.safetensors, and a config.json for people."""
     out = tmp_path / "digits"
