@@ -24,8 +24,8 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -36,7 +36,6 @@ from data_prep.common import (
     LOG_SECONDS,
     class_counts,
     command_parser,
-    free_bytes,
     in_processes,
     number,
     reading,
@@ -56,8 +55,15 @@ from lipnext_scale.data.index import (
     read_index,
     write_index,
 )
+from lipnext_scale.utils.config import leaves
 from lipnext_scale.utils.errors import ArgumentParser, UserError
-from lipnext_scale.utils.files import PARTIAL, atomic_file, file_sha256, write_atomically
+from lipnext_scale.utils.files import (
+    PARTIAL,
+    atomic_file,
+    file_sha256,
+    free_bytes,
+    write_atomically,
+)
 from lipnext_scale.utils.progress import Progress
 
 SHARD_BYTES = 100_000_000
@@ -77,20 +83,6 @@ _NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9_-]+")
 
 # --------------------------------------------------------------------------------------------------
 # The options that all converters share.
-
-
-@dataclass(frozen=True)
-class ConversionOptions:
-    """How a set is written; `converter` is the command's name, such as data_prep.cifar."""
-
-    converter: str
-    out: Path
-    seed: int = 0
-    shard_samples: int = 0  # 0: by the samples' size
-    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
-    rules: ImageRules = ImageRules()
-    on_bad: str = "fail"
-    dry_run: bool = False
 
 
 def conversion_parser(name: str, doc: str | None) -> ArgumentParser:
@@ -113,14 +105,8 @@ def conversion_parser(name: str, doc: str | None) -> ArgumentParser:
     bad = "damaged or unknown images: name them and fail (default), or leave them out and list them"
     add("--on-bad", choices=("fail", "skip"), default="fail", help=bad)
     add("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    parser.set_defaults(converter=parser.prog)
     return parser
-
-
-def conversion_options(arguments: argparse.Namespace, converter: str) -> ConversionOptions:
-    shared = ("out", "seed", "shard_samples", "workers", "on_bad", "dry_run")
-    rules = ImageRules(arguments.short_side, arguments.quality, arguments.max_pixels)
-    given = {name: getattr(arguments, name) for name in shared}
-    return ConversionOptions(converter, rules=rules, **given)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,10 +133,7 @@ class Journal:
 
     def plan(self) -> dict[str, Any] | None:
         """What the unfinished set here is, None if there is none."""
-        try:
-            return dict(json.loads(self._plan.read_bytes()))
-        except FileNotFoundError:
-            return None
+        return dict(json.loads(self._plan.read_bytes())) if self._plan.exists() else None
 
     def begin(self, plan: dict[str, Any]) -> None:
         self.directory.mkdir()
@@ -158,8 +141,7 @@ class Journal:
 
     def write(self, shard: int, note: ShardNote) -> None:
         packed = base64.b64encode(note.records.tobytes()).decode()
-        facts = {"skipped": note.skipped, "changes": note.changes}
-        values = {"entry": asdict(note.entry), "records": packed, **facts}
+        values = asdict(note) | {"records": packed}
         write_atomically(self._note_path(shard), json.dumps(values).encode())
 
     def finished(self, shards: int) -> dict[int, ShardNote]:
@@ -167,14 +149,12 @@ class Journal:
         renamed, so its bytes are not read again."""
         found = {}
         for shard in range(shards):
-            try:
+            with suppress(FileNotFoundError):
                 values = json.loads(self._note_path(shard).read_bytes())
                 entry = ShardEntry(**values["entry"])
                 records = np.frombuffer(base64.b64decode(values["records"]), dtype=RECORD)
                 if (self._out / entry.file).stat().st_size == entry.bytes:
                     found[shard] = ShardNote(entry, records, values["skipped"], values["changes"])
-            except FileNotFoundError:
-                continue
         return found
 
     def remove(self) -> None:
@@ -200,7 +180,14 @@ def only_conversion_in(out: Path) -> Iterator[None]:
     """Keep other conversions out of the directory until this one and all its workers have ended:
     forked workers share the lock."""
     path, deadline = out / LOCK, time.monotonic() + PATIENCE
-    while (descriptor := _locked(path)) is None:
+    while True:
+        lock = path.open("a")
+        with suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The lock of a file that was removed meanwhile excludes no process.
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                break
+        lock.close()
         if time.monotonic() > deadline:
             raise UserError(
                 f"--out {out}: another conversion is writing there; wait for it, or give another "
@@ -211,21 +198,7 @@ def only_conversion_in(out: Path) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _locked(path: Path) -> int | None:
-    """A descriptor that holds the lock, unless its file was removed meanwhile: the lock of a file
-    without a name excludes no process."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(descriptor)
-    return None
+        lock.close()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -287,21 +260,22 @@ def _share(collection: Collection, rules: ImageRules) -> float:
 
 
 class SetPlan:
-    """A set as the options want it written; `converter` and `source` go into its index."""
+    """A set as the options of `conversion_parser` want it written; `converter` and `source` go into
+    its index."""
 
-    def __init__(self, one: SetSource, options: ConversionOptions) -> None:
+    def __init__(self, one: SetSource, options: argparse.Namespace) -> None:
         self.name, self.options, self._collection = one.name, options, one.collection
         collection = self._collection
         self.samples = len(collection)
         if not self.samples:
             raise UserError(f"{one.name}: the source holds no samples")
         estimates = (collection.estimated_bytes(i) for i in range(self.samples))
-        sizes = np.fromiter(estimates, np.int64, self.samples) * _share(collection, options.rules)
+        self._rules = rules = ImageRules(options.short_side, options.quality, options.max_pixels)
+        sizes = np.fromiter(estimates, np.int64, self.samples) * _share(collection, rules)
         self._bytes = np.ceil(sizes / BLOCK).astype(np.int64) * BLOCK + SAMPLE_OVERHEAD
         self.shard_samples = options.shard_samples or default_shard_samples(self._bytes)
         self.shards = -(-self.samples // self.shard_samples)
         # What the bytes depend on: not --workers, and --quality only where images are scaled.
-        rules = options.rules
         settings = {"seed": options.seed, "shard_samples": self.shard_samples}
         settings |= {"short_side": rules.short_side, "max_pixels": rules.max_pixels}
         settings |= {"quality": rules.quality} if rules.short_side else {}
@@ -337,21 +311,21 @@ class SetPlan:
         """What is there of the set: its index if it is complete, else the notes of the shards that
         are finished, or nothing; of anything else, a UserError. Where bad images are to fail, a
         shard that was finished without some is made again: they may have been fixed."""
-        out, strict = self.options.out, self.options.on_bad == "fail"
+        out = self.options.out
         journal = Journal(out, self.name)
-        plan = journal.plan()
-        if plan is not None:
+        if (plan := journal.plan()) is not None:
             _require_same(journal.directory, "an unfinished set", plan, self.identity)
-            notes = journal.finished(self.shards)
-            return {k: note for k, note in notes.items() if not (strict and note.skipped)}
+            notes = journal.finished(self.shards).items()
+            skips = self.options.on_bad == "skip"
+            return {shard: note for shard, note in notes if skips or not note.skipped}
         path = index_paths(out, self.name)[0]
         if path.exists():
-            return self._complete(path, strict)
+            return self._complete(path)
         for stray in sorted(out.glob(f"{self.name}-*.tar*")):
             raise UserError(f"{stray}: belongs to no known set; remove it, or give another --out")
         return None
 
-    def _complete(self, path: Path, strict: bool) -> SetIndex:
+    def _complete(self, path: Path) -> SetIndex:
         """The index that is there, of this set."""
         index = read_index(path)
         # An earlier version may have written it.
@@ -366,7 +340,7 @@ class SetPlan:
                     f"{file}: is missing or not of the size in {path.name}; remove {path.name} and "
                     "the set's shards to convert it again"
                 )
-        if strict and index.skipped:
+        if index.skipped and self.options.on_bad == "fail":
             raise UserError(
                 f"{self.name}: is complete, but without {len(index.skipped)} bad images; accept it "
                 "with --on-bad skip, or remove it"
@@ -383,7 +357,7 @@ class SetPlan:
             with atomic_file(path) as file, open_tar(file) as tar:
                 for number in self.numbers(shard).tolist():
                     try:
-                        image = stored_image(self._loaded(number), self.options.rules)
+                        image = stored_image(self._loaded(number), self._rules)
                     except BadImage as error:
                         name = printable(self._collection.name(number))
                         skipped.append({"name": name, "reason": printable(str(error))})
@@ -414,31 +388,30 @@ class SetPlan:
 
 
 def _require_same(where: Path, what: str, there: dict[str, Any], identity: dict[str, Any]) -> None:
-    if differences := list(_differences(there, json.loads(json.dumps(identity)))):
+    has, asked = leaves(there), leaves(json.loads(json.dumps(identity)))
+    differences = []
+    for key in {**asked, **has}:
+        name = key.removeprefix("converter.").removeprefix("settings.")
+        if has.get(key) == asked.get(key):
+            continue
+        if key == "source.fingerprint":
+            differences.append("the names, labels or sizes in its source differ")
+        elif key == "classes":
+            differences.append("its classes differ")
+        else:
+            differences.append(f"its {name} differs: {has.get(key)}, asked for {asked.get(key)}")
+    if differences:
         raise UserError(
             f"{where}: {what} is there: {', '.join(differences)}; give another --out, or remove it "
             "with its shards"
         )
 
 
-def _differences(there: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for name in {**asked, **there}:
-        has, wanted = there.get(name), asked.get(name)
-        if isinstance(has, dict) and isinstance(wanted, dict):
-            inner = "" if name in ("converter", "settings") else f"{name}."
-            yield from _differences(has, wanted, inner)
-        elif has != wanted and name == "fingerprint":
-            yield "the names, labels or sizes in its source differ"
-        elif has != wanted:
-            values = "" if name == "classes" else f": {has}, asked for {wanted}"
-            yield f"its {prefix}{name} differ{'s'[: name != 'classes']}{values}"
-
-
 # --------------------------------------------------------------------------------------------------
 # Writing.
 
 
-def run_conversions(sets: Sequence[SetSource], options: ConversionOptions) -> None:
+def run_conversions(sets: Sequence[SetSource], options: argparse.Namespace) -> None:
     """Write sets; all are planned, and the disk is looked at, before the first byte is written."""
     plans = [SetPlan(one, options) for one in sets]
     with reading(f"--out {options.out}"):

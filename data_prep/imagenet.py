@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.common import LARGEST_SEED, number, reading, text_lines
-from data_prep.convert import SetSource, conversion_options, conversion_parser, run_conversions
+from data_prep.convert import SetSource, conversion_parser, run_conversions
 from data_prep.sources import (
     FolderImages,
     ImageFile,
@@ -251,7 +251,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 @command
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
-    run_conversions(set_sources(arguments), conversion_options(arguments, "data_prep.imagenet"))
+    run_conversions(set_sources(arguments), arguments)
 
 
 if __name__ == "__main__":
