@@ -61,8 +61,8 @@ def _number(name: str, value: Any) -> float:
 
 
 def _whole(name: str, value: Any) -> int:
-    number = as_float(value)
-    if number is None or number < 1 or not number.is_integer():
+    number = as_float(value) or 0.0
+    if number < 1 or not number.is_integer():
         raise ConfigError(name, value, "must be a whole number from 1")
     return int(number)
 

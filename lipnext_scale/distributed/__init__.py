@@ -2,7 +2,7 @@
 
 from lipnext_scale.distributed.config import ParallelConfig
 from lipnext_scale.distributed.deepspeed import DeepSpeedEngine
-from lipnext_scale.distributed.engine import DDPEngine, Engine, training_state
+from lipnext_scale.distributed.engine import DDPEngine, Engine
 from lipnext_scale.distributed.fsdp import FSDPEngine
 from lipnext_scale.distributed.processes import Processes, is_out_of_memory, lost_a_peer
 from lipnext_scale.utils.config import ConfigError
@@ -17,7 +17,6 @@ __all__ = [
     "build_engine",
     "is_out_of_memory",
     "lost_a_peer",
-    "training_state",
 ]
 
 ENGINES = {engine.name: engine for engine in (Engine, DDPEngine, FSDPEngine, DeepSpeedEngine)}

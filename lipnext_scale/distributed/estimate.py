@@ -14,7 +14,7 @@ from lipnext_scale.distributed.engine import Engine
 from lipnext_scale.distributed.fsdp import REPLICATE, SHARD, FSDPEngine
 from lipnext_scale.distributed.processes import fake_group
 from lipnext_scale.distributed.replicas import bank_sharings
-from lipnext_scale.distributed.rows import SLOTS, place_units, row_range
+from lipnext_scale.distributed.rows import SLOTS, make_buckets, row_range
 from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import OptimConfig, local_part, split_parameters
 
@@ -75,10 +75,10 @@ def estimate(
         shards = engine.mesh[SHARD].size()
         beside = {"gathered": _gathered_bytes(model, engine), **_fsdp_bytes(model, engine)}
         if engine.config.weight_layout == "row":  # at the owner, with X itself
-            owned, buffers, sent = _row_layout(engine, banks, in_unit)
-            own = stepped = sum(side**2 for side in owned)
+            owned, buffers, sent = _row_layout(engine, model.config, in_unit)
+            own = stepped = owned * model.config.width**2
             state = own * (3 + 2 * slow)
-            counted = len(owned) // in_unit + len(euclidean)
+            counted = owned // in_unit + len(euclidean)
             beside |= {"buffers": buffers, "all_to_all": sent}
     elif engine.name == "ddp":
         beside = _ddp_bytes(trainable, banks, engine)
@@ -173,31 +173,26 @@ def _ddp_bytes(
     return {"all_reduce": 2 * (ranks - 1) * width * numbers // ranks, **sent}
 
 
-def _row_layout(
-    engine: FSDPEngine, parameters: list[nn.Parameter], in_unit: int
-) -> tuple[list[int], int, int]:
-    """(sides of the matrices that this rank owns, bytes of buffers, bytes sent) in the row layout.
+def _row_layout(engine: FSDPEngine, model: LipNeXtConfig, in_unit: int) -> tuple[int, int, int]:
+    """(matrices that this rank owns, bytes of buffers, bytes sent) in the row layout.
 
     A rank owns some of the matrices and has rows of all. It sends its rows to their owners, and the
-    owned matrices' rows back. Buffers are outboxes and inboxes both ways, and whole gradients. The
-    words that go with them are not counted.
+    owned matrices' rows back. Buffers are outboxes and inboxes both ways, and whole gradients.
     """
     mesh, config = engine.mesh[SHARD], engine.config
     ranks, rank = mesh.size(), mesh.get_local_rank()
-    sides = [parameter.shape[-1] for parameter in parameters]
-    rows = [stop - start for start, stop in (row_range(side, ranks, rank) for side in sides)]
-    owners, buckets = place_units(sides, in_unit, ranks, config.row_bucket_mb << 20)
-    leaving, arriving, gradients = [], [], []  # numbers, of each bucket
-    for bucket in buckets:
-        owned = [matrix for matrix in bucket if owners[matrix] == rank]
-        leaving.append(sum(sides[m] * rows[m] for m in bucket if owners[m] != rank))
-        arriving.append(sum(sides[m] * (sides[m] - rows[m]) for m in owned))
-        gradients.append(sum(sides[m] ** 2 for m in owned))
+    units, unit = 2 * model.depth // in_unit, in_unit * model.width**2
+    start, stop = row_range(model.width, ranks, rank)
+    here = (stop - start) * unit // model.width  # numbers of a unit in this rank's rows
+    buckets = make_buckets(units, FP32 * unit, ranks, config.row_bucket_mb << 20)
+    owned = [sum(u % ranks == rank for u in bucket) for bucket in buckets]
+    leaving = [here * (len(b) - own) for b, own in zip(buckets, owned, strict=True)]
+    arriving = [(unit - here) * own for own in owned]
     width = WIDTHS[config.precision]
     boxes = SLOTS * (max(leaving) + max(arriving)) * (FP32 + width)
     return (
-        [side for side, owner in zip(sides, owners, strict=True) if owner == rank],
-        boxes + FP32 * max(gradients),
+        in_unit * sum(owned),
+        boxes + SLOTS * FP32 * unit * max(owned),
         FP32 * sum(leaving) + width * sum(arriving),
     )
 

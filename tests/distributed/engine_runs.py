@@ -42,31 +42,13 @@ from lipnext_scale.training.trainer import Trainer
 
 # The sets are exchanged: 360 images are 5 steps an epoch, and neither 2 nor 4 ranks share the 1437
 # test images evenly.
-SETTINGS = [
-    "data.train=builtin:digits/test-*.tar.gz",
-    "data.test=builtin:digits/train-*.tar.gz",
-    "data.batch_size=72",
-    "data.augment.crop_padding=1",
-    "model.depth=4",
-    "model.width=18",
-    "model.image_size=8",
-    "model.patch_size=2",
-    "model.in_channels=1",
-    "loss.radius_max=0.5",
-    "loss.logit_scale=4",
-    "optim.lr=1e-2",
-    "optim.euclidean_lr=1e-2",
-    "optim.eps=1e-3",
-    "optim.lookahead=3",
-    "optim.clip_norm=8",
-    "optim.epochs=4",
-    "optim.warmup_epochs=0.1",
-    "run.max_steps=11",
-    "run.log_every=10",
-    "run.eval_every=0",
-    "run.checkpoint_every=0",
-    "run.summary=false",
-]
+SETTINGS = """
+data.train=builtin:digits/test-*.tar.gz data.test=builtin:digits/train-*.tar.gz data.batch_size=72
+data.augment.crop_padding=1 model.depth=4 model.width=18 model.image_size=8 model.patch_size=2
+model.in_channels=1 loss.radius_max=0.5 loss.logit_scale=4 optim.lr=1e-2 optim.euclidean_lr=1e-2
+optim.eps=1e-3 optim.lookahead=3 optim.clip_norm=8 optim.epochs=4 optim.warmup_epochs=0.1
+run.max_steps=11 run.log_every=10 run.eval_every=0 run.checkpoint_every=0 run.summary=false
+""".split()
 STEPS = 11
 # How far runs in float64 may lie apart, of the largest number of each kind. A sum of n = 72·16
 # terms loses at most n·2⁻⁵³ = 1e-13 of them, and Adam's lr·g/(|g| + ε) makes at most lr/ε = 10
@@ -232,15 +214,12 @@ def joined(parts: Sequence[StateShards]) -> dict[str, Tensor]:
 
 
 def whole_shards(tensors: dict[str, Tensor]) -> StateShards:
-    return {
-        name: StateShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
-        for name, tensor in tensors.items()
-    }
+    return {name: StateShard.full(tensor) for name, tensor in tensors.items()}
 
 
 def require_rows_of_owners(trainer: Trainer) -> None:
     """Every rank's rows or copies are those of the owner, in the type that computes."""
-    owned = trainer.engine.owned_matrices()
+    owned = trainer.engine.owner
     if owned is None:
         return
     dtype = DTYPES[trainer.recipe.parallel.precision]
@@ -275,7 +254,7 @@ def relative_errors(ours: Outcome, reference: Outcome) -> dict[str, float]:
 def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
     """The largest difference of each kind of number, in units of the largest of that kind.
 
-    A kind is the first part of a name: those of `training_state` are model, slow, exp_avg,
+    A kind is the first part of a name: those of `state_shards` are model, slow, exp_avg,
     exp_avg_sq and buffer.
     """
     assert ours.keys() == reference.keys()

@@ -16,25 +16,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # 120 steps of some 20 ms. ε is large enough that Adam does not make steps of rounding errors.
-SETTINGS = [
-    "data.train=builtin:digits/test-*.tar.gz",
-    "data.test=builtin:digits/test-*.tar.gz",
-    "data.batch_size=72",
-    "model.depth=2",
-    "model.width=16",
-    "model.image_size=8",
-    "model.patch_size=4",
-    "model.in_channels=1",
-    "optim.epochs=24",
-    "optim.warmup_epochs=1",
-    "optim.lookahead=3",
-    "optim.eps=1e-3",
-    "loss.logit_scale=8",
-    "run.summary=false",
-    "run.eval_every=12",
-    "run.log_every=1",
-    "run.checkpoint_every=0",
-]
+SETTINGS = """
+data.train=builtin:digits/test-*.tar.gz data.test=builtin:digits/test-*.tar.gz data.batch_size=72
+model.depth=2 model.width=16 model.image_size=8 model.patch_size=4 model.in_channels=1
+optim.epochs=24 optim.warmup_epochs=1 optim.lookahead=3 optim.eps=1e-3 loss.logit_scale=8
+run.summary=false run.eval_every=12 run.log_every=1 run.checkpoint_every=0
+""".split()
 STEPS = 120
 PATIENCE = 120  # seconds, of a test
 
