@@ -24,6 +24,7 @@ from lipnext_scale.checkpoint.shards import StateShard, StateShards
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.models.lipnext import named_parts
 from lipnext_scale.utils import config as configuration
+from lipnext_scale.utils.collectives import Group
 from lipnext_scale.utils.errors import UserError
 from lipnext_scale.utils.files import write_atomically
 
@@ -140,23 +141,36 @@ def weight_of(factor: Tensor, rotation: Tensor) -> Tensor:
 
 
 def load_checkpoint_model(config: LipNeXtConfig, path: Path) -> LipNeXt:
-    """The model of a checkpoint with the slow weights: the algorithm's output."""
-    verify_checkpoint(path)
-    model, stored = empty_model(config), stored_shapes(path)
-    parameters, shards, factors = stable_parameters(model), {}, []
-    for name, tensor in parameters.items():
-        held = name
-        if f"model.{name}" not in stored:  # M is learned, and W = M·Rᵀ follows
-            held = name.removesuffix("W") + "M"
-            factors.append((tensor, parameters[name.removesuffix("W") + "R"]))
-        # A frozen weight, or a run without Lookahead, has no slow weights.
-        kind = "slow" if f"slow.{held}" in stored else "model"
-        shards[f"{kind}.{held}"] = StateShard.full(tensor)
-    load_shards(path, shards)
-    with torch.no_grad():
-        for factor, rotation in factors:
-            factor.copy_(weight_of(factor, rotation))
+    model = empty_model(config)
+    parameters = stable_parameters(model).items()
+    read_checkpoint(path, {name: StateShard.full(tensor) for name, tensor in parameters})
     return model
+
+
+@torch.no_grad()
+def read_checkpoint(path: Path, shards: StateShards, group: Group = None) -> None:
+    """Read shards by stable name: the slow weights, which are the algorithm's output."""
+    verify_checkpoint(path, group)
+    stored, wanted, factors = stored_shapes(path), {}, []
+
+    def want(name: str, shard: StateShard) -> None:
+        # A frozen weight, or a run without Lookahead, has no slow weights.
+        kind = "slow" if f"slow.{name}" in stored else "model"
+        wanted[f"{kind}.{name}"] = shard
+
+    for name, shard in shards.items():
+        if f"model.{name}" in stored:
+            want(name, shard)
+            continue
+        block = name.removesuffix("W")  # M is learned, and W = M·Rᵀ follows
+        # Another rank may hold R. Matrices are held whole.
+        rotation = shards.get(f"{block}R") or StateShard.full(torch.empty_like(shard.tensor))
+        want(f"{block}M", shard)
+        want(f"{block}R", rotation)
+        factors.append((shard.tensor, rotation.tensor))
+    load_shards(path, wanted, group)
+    for factor, turned in factors:
+        factor.copy_(weight_of(factor, turned))
 
 
 def empty_model(config: LipNeXtConfig) -> LipNeXt:

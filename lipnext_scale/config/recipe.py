@@ -24,7 +24,8 @@ class RunConfig:
     RETIRED: ClassVar = {"checkpoint_format": "native", "measure_every": ...}
     dir: str = changeable()
     seed: int = 0
-    # Start from the weights of this export instead of random ones.
+    # Start from the weights of this run, checkpoint or export instead of random ones; where
+    # model.num_classes is another there, from its backbone.
     init_from: str = ""
     # Stop after so many optimizer steps in all; the schedule stays as it is. 0: go to the end.
     max_steps: int = changeable(0)

@@ -180,11 +180,12 @@ class Trainer:
         model, count = self.recipe.model, self.processes.world_size
         others = self.engine.parameter_count() - model.bank_parameters
         places = f"{count} × {self.processes.device.type}" if count > 1 else self.processes.device
+        origin = f"; {self.checkpointer.origin}" if self.checkpointer.origin else ""
         return (
             f"LipNeXt L{model.depth}W{model.width} ({self.recipe.optim.parametrisation}): "
             f"{model.bank_parameters:,} orthogonal and {others:,} other parameters on "
             f"{places} ({self.engine.describe()}), {self.total_steps} steps, "
-            f"into {self.recipe.run.dir}"
+            f"into {self.recipe.run.dir}{origin}"
         )
 
     def _loop(self) -> None:

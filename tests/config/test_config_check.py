@@ -25,6 +25,7 @@ def test_a_sound_run_passes_and_nothing_is_written(tmp_path: Path, ranks: str) -
         ("data.batch_size=6", "data.batch_size = 6: must be a multiple of 4 process"),
         ("parallel.shard_size=3", "parallel.shard_size = 3: must divide the number of processes"),
         ("data.test=none-*.tar", "data.test = 'none-*.tar': no shard"),
+        ("run.init_from=none", "none: no such run directory, checkpoint or export"),
         ("--ranks-per-node=0", "argument --ranks-per-node: 0 must be a whole number"),
         ("parallel.engine=single", "parallel.engine = 'single': 4 processes were started"),
     ],
