@@ -49,6 +49,8 @@ class RunConfig:
     # What a device could do at best in the run's precision, for the MFU; 0: as the device's name
     # says, where that is known.
     peak_tflops: float = changeable(0.0)
+    # The project of Weights & Biases that gets what TensorBoard gets; empty: none.
+    wandb: str = changeable("")
     # Draw RUN/summary.png when the training has come to its end.
     summary: bool = changeable(True)
     # Steps [first, end) whose operators are traced, counted as in the log; [0, 0]: none.

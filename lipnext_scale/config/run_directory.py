@@ -32,6 +32,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
+        self.wandb_id = self.path / "wandb_id"
         self.checkpoints = self.path / "checkpoints"
         self.summary = self.path / "summary.png"
         self.profile = self.path / "profile"

@@ -3,7 +3,7 @@
 It changes nothing that is trained, and cannot end a run: what cannot be written is printed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from lipnext_scale.distributed import Engine
 from lipnext_scale.observe.block_stats import BlockStats
 from lipnext_scale.observe.console import Pace, console_line, process_memory, score_line
 from lipnext_scale.observe.evaluation import Evaluation
-from lipnext_scale.observe.metrics import Metrics
+from lipnext_scale.observe.metrics import Metrics, WandbRun
 from lipnext_scale.observe.profile import ProfileWindow
 from lipnext_scale.optim import Optimizers
 from lipnext_scale.utils import config as configuration
@@ -48,6 +48,7 @@ class Observer:
         self._last_step, self._total_steps = last_step, total_steps
         self._is_rank0 = engine.processes.rank == 0
         self._metrics: Metrics | None = None
+        self._wandb: WandbRun | None = None
         self.evaluation = Evaluation(engine, optimizers, data, recipe)
         self._blocks = BlockStats(engine, optimizers)
         self._by_block = False  # in this step
@@ -66,6 +67,8 @@ class Observer:
             self._metrics = Metrics(self._directory, step, configuration.dump(self._recipe))
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
+        if self._run.wandb:
+            self._wandb = WandbRun(self._directory, self._recipe)
 
     def say(self, line: str) -> None:
         """Above the bar, or as a line of the log; on rank 0 only."""
@@ -89,6 +92,7 @@ class Observer:
         self._progress.close()
         if self._metrics is not None:
             self._metrics.close()
+        self._to_wandb(WandbRun.close)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -162,6 +166,16 @@ class Observer:
             if self._metrics is not None:
                 self._metrics.close()
                 self._metrics = None
+        self._to_wandb(lambda wandb: wandb.write(number, values))
+
+    def _to_wandb(self, action: Callable[[WandbRun], None]) -> None:
+        if self._wandb is None:
+            return
+        try:
+            action(self._wandb)
+        except Exception as error:  # of its own process, which may have died
+            self._wandb = None
+            self.say(f"warning: Weights & Biases gets no more of this run: {error!r}")
 
     def _is_logged(self, number: int) -> bool:
         return number % self._run.log_every == 0 or number == self._total_steps

@@ -140,6 +140,7 @@ def test_data_that_cannot_be_used(tmp_path, monkeypatch):
 def test_runs_that_cannot_start_or_go_on(tmp_path, monkeypatch):
     """Directories, another run, a checkpoint that is damaged: all is left as it was."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # cannot be imported
     config = str(prepare(tmp_path))
     for argument, *said in (
         ("run.device=cuda", "run.device = 'cuda'", "no GPU"),
@@ -147,6 +148,7 @@ def test_runs_that_cannot_start_or_go_on(tmp_path, monkeypatch):
         (f"run.dir={config}/a/run", f"run.dir = '{config}/a/run'", "cannot be written"),
         (f"run.dir={tmp_path}/{'x' * 300}", "run.dir = ", "cannot be written"),
         ("model.width=100000000", "model.width = 100000000"),
+        ("run.wandb=project", "run.wandb = 'project'", "pip install 'lipnext_scale[wandb]'"),
     ):
         assert_refused_before_writing(tmp_path, ["--config", config, argument], *said)
     assert run_train("--config", config).code == 0
