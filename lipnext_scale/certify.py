@@ -105,6 +105,8 @@ def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Proce
     title = "certificate" if facts["certified"] else f"NO CERTIFICATE ({facts['why_not']})"
     print(f"{title} of {target.path} on {target.data}")
     print(table(facts))
+    if not results.radii.any():
+        print("all radii are 0, nothing is proven: no margin is above the bound of its rounding")
     seconds = time.perf_counter() - began
     print(f"{seconds:.1f} s; written: " + ", ".join(str(path) for path in written))
 

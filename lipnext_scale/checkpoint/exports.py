@@ -151,26 +151,18 @@ def load_checkpoint_model(config: LipNeXtConfig, path: Path) -> LipNeXt:
 def read_checkpoint(path: Path, shards: StateShards, group: Group = None) -> None:
     """Read shards by stable name: the slow weights, which are the algorithm's output."""
     verify_checkpoint(path, group)
-    stored, wanted, factors = stored_shapes(path), {}, []
-
-    def want(name: str, shard: StateShard) -> None:
-        # A frozen weight, or a run without Lookahead, has no slow weights.
-        kind = "slow" if f"slow.{name}" in stored else "model"
-        wanted[f"{kind}.{name}"] = shard
-
-    for name, shard in shards.items():
-        if f"model.{name}" in stored:
-            want(name, shard)
-            continue
+    stored, held, factors = stored_shapes(path), dict(shards), []
+    for name in [name for name in shards if f"model.{name}" not in stored]:
         block = name.removesuffix("W")  # M is learned, and W = M·Rᵀ follows
-        # Another rank may hold R. Matrices are held whole.
-        rotation = shards.get(f"{block}R") or StateShard.full(torch.empty_like(shard.tensor))
-        want(f"{block}M", shard)
-        want(f"{block}R", rotation)
-        factors.append((shard.tensor, rotation.tensor))
-    load_shards(path, wanted, group)
-    for factor, turned in factors:
-        factor.copy_(weight_of(factor, turned))
+        factor = held[f"{block}M"] = held.pop(name)
+        if f"{block}R" not in held:  # another rank has it; matrices are whole
+            held[f"{block}R"] = StateShard.full(torch.empty_like(factor.tensor))
+        factors.append((factor.tensor, held[f"{block}R"].tensor))
+    # A frozen weight, or a run without Lookahead, has no slow weights.
+    kinds = {name: "slow" if f"slow.{name}" in stored else "model" for name in held}
+    load_shards(path, {f"{kinds[name]}.{name}": shard for name, shard in held.items()}, group)
+    for matrix, rotation in factors:
+        matrix.copy_(weight_of(matrix, rotation))
 
 
 def empty_model(config: LipNeXtConfig) -> LipNeXt:

@@ -97,6 +97,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.data.require_image_size(self.model.image_size)
+        self.model.require_radius("loss.epsilon", self.loss.epsilon)
 
     def require_batch_for(self, world_size: int) -> None:
         """Every process takes an equal share of the batch, in equal parts."""

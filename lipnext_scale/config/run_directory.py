@@ -21,8 +21,6 @@ from lipnext_scale.utils.config import ConfigError
 from lipnext_scale.utils.errors import UserError
 from lipnext_scale.utils.files import nearest_existing, write_atomically
 
-NUM_CLASSES = "model.num_classes"  # what a run may have otherwise than the one it starts from
-
 
 class RunDirectory:
     """config.yaml, metrics.jsonl, tensorboard/, checkpoints/, and what certification adds."""
@@ -56,13 +54,12 @@ class RunDirectory:
             there = self.recipe() if self.config.exists() else recipe
             changed = configuration.differences(there, recipe)
             changed = {key: pair for key, pair in changed.items() if key not in CHANGEABLE}
-            backbone = {key for key in changed if key.startswith("model.")} - {NUM_CLASSES}
+            backbone = {key for key in changed if key.startswith("model.")} - {"model.num_classes"}
             way = "" if backbone else f", with run.init_from={self.path} to start from its weights,"
             for key, (old, new) in changed.items():
                 raise UserError(
-                    f"run.dir = {str(self.path)!r}: holds a run with another configuration "
-                    f"({key} = {old!r} there, {new!r} here); choose another run.dir{way} or remove "
-                    "it"
+                    f"run.dir = {str(self.path)!r}: holds a run with another configuration ({key} "
+                    f"= {old!r} there, {new!r} here); choose another run.dir{way} or remove it"
                 )
             self.lock.require_free()
         except OSError as error:

@@ -2,12 +2,10 @@
 
 import json
 import math
-import sys
 import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -69,45 +67,30 @@ class Metrics:
                 file.close()
 
 
-class WandbRun:
-    """The run at Weights & Biases. Its id is the run's own, so a continued run continues there."""
+def open_wandb(run: RunDirectory, recipe: Recipe) -> Any:
+    """The run at Weights & Biases, under an id of its own: where it continues, it does so there."""
+    import wandb
 
-    def __init__(self, run: RunDirectory, recipe: Recipe) -> None:
-        wandb = import_wandb(recipe.run.wandb)
-        if not run.wandb_id.is_file():
-            write_atomically(run.wandb_id, uuid.uuid4().hex.encode())
-        try:
-            self._run = wandb.init(
-                project=recipe.run.wandb,
-                id=run.wandb_id.read_text(),
-                resume="allow",
-                name=run.path.absolute().name,
-                dir=str(run.path),
-                config=to_dict(recipe),
-                allow_val_change=True,
-                settings=wandb.Settings(console="off"),  # its capture of stdout breaks the bar
-            )
-        except wandb.Error as error:
-            right = f"cannot start: {' '.join(str(error).split())}"
-            raise ConfigError("run.wandb", recipe.run.wandb, right) from None
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        if step >= self._run.step:  # else an earlier process logged it, beyond its checkpoint
-            self._run.log(values, step=step)
-
-    def close(self) -> None:
-        """While an error ends the run, as failed."""
-        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
-
-
-def import_wandb(project: str) -> ModuleType:
+    if not run.wandb_id.is_file():
+        write_atomically(run.wandb_id, uuid.uuid4().hex.encode())
+    project, settings = recipe.run.wandb, wandb.Settings(console="off")  # the bar is no log
+    named = {"id": run.wandb_id.read_text(), "name": run.path.absolute().name, "dir": str(run.path)}
+    how = {"resume": "allow", "allow_val_change": True}
     try:
-        import wandb
-        from wandb import init  # noqa: F401  a directory named wandb can be imported too
+        return wandb.init(
+            project=project, config=to_dict(recipe), settings=settings, **named, **how
+        )
+    except wandb.Error as error:
+        right = f"cannot start: {' '.join(str(error).split())}"
+        raise ConfigError("run.wandb", project, right) from None
+
+
+def require_wandb(project: str) -> None:
+    try:
+        from wandb import init  # noqa: F401  a directory of that name has none
     except ImportError:
         right = "the package wandb is not installed here: pip install 'lipnext_scale[wandb]'"
         raise ConfigError("run.wandb", project, right) from None
-    return wandb
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -24,7 +24,6 @@ from lipnext_scale.checkpoint import (
 )
 from lipnext_scale.checkpoint.exports import open_export, read_checkpoint, read_export
 from lipnext_scale.config.recipe import RunConfig
-from lipnext_scale.config.run_directory import NUM_CLASSES
 from lipnext_scale.data import StreamLoader
 from lipnext_scale.distributed import Engine
 from lipnext_scale.distributed.engine import checksums
@@ -164,7 +163,7 @@ def starting_point(path: Path, here: LipNeXtConfig) -> tuple[LipNeXtConfig, Path
     for key, (old, new) in configuration.differences(alike, here).items():
         raise UserError(
             f"run.init_from = {str(path)!r}: another architecture (model.{key} = {old!r} there, "
-            f"{new!r} here); {NUM_CLASSES} alone may differ"
+            f"{new!r} here); model.num_classes alone may differ"
         )
     return there, checkpoint
 
@@ -179,8 +178,8 @@ def start_from(path: Path, engine: Engine) -> str:
     origin = f"weights of {path}"
     if there.num_classes != here.num_classes:
         named = {name: shard for name, shard in named.items() if not name.startswith("head.")}
-        origin = f"backbone of {path}, and a new head: {here.num_classes} classes, not "
-        origin += f"{there.num_classes}"
+        classes = f"{here.num_classes} classes, not {there.num_classes}"
+        origin = f"backbone of {path}, and a new head: {classes}"
 
     def read() -> None:
         if checkpoint is None:

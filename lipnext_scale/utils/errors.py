@@ -41,6 +41,9 @@ class ArgumentParser(argparse.ArgumentParser):
     """A parser whose errors are UserErrors."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message and unknown[0] != "-" and "--run" in self._option_string_actions:
+            message += f"; did you mean --run {unknown.split()[0]}?"
         raise UserError(f"{message}; see {self.prog} --help")
 
     def add_configuration(self, required: bool = False) -> None:
@@ -66,6 +69,8 @@ def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
     @wraps(main)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see lipnext_scale/__init__.py
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             main(*args, **kwargs)
         except UserError as error:
             _end_with(f"error: {error}", 2)

@@ -15,8 +15,15 @@ def test_a_sound_run_passes_and_nothing_is_written(tmp_path: Path, ranks: str) -
     config = str(prepare(tmp_path))
     before = contents(tmp_path)
     outcome = run_train("--config", config, "--check", "--ranks", ranks, "run.device=cpu")
-    assert (outcome.code, outcome.out) == (0, f"run.dir: {tmp_path}/run\n"), outcome.err
+    assert (outcome.code, outcome.out) == (0, f"run.dir: {tmp_path}/run\nok\n")
+    assert outcome.err == ""
     assert contents(tmp_path) == before
+
+
+def test_classes_without_images_are_named(tmp_path: Path) -> None:
+    outcome = run_train("--config", str(prepare(tmp_path)), "--check", "model.num_classes=4")
+    said = "warning: model.num_classes = 4: the data has labels 0 to 2\n"
+    assert (outcome.code, outcome.err) == (0, said)
 
 
 @pytest.mark.parametrize(
