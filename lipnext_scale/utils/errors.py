@@ -43,7 +43,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message and unknown[0] != "-" and "--run" in self._option_string_actions:
-            message += f"; did you mean --run {unknown.split()[0]}?"
+            message += f": say --run {unknown.split()[0]}"
         raise UserError(f"{message}; see {self.prog} --help")
 
     def add_configuration(self, required: bool = False) -> None:

@@ -191,7 +191,7 @@ GOOD = [*MODEL, "--data", "TEST"]
         ([*MODEL, "--data", "larger.tar"], "--data are 3×9×9; --resize makes"),
         ([*GOOD, "--radii=-1/4"], "-1/4"),
         ([*GOOD, "--radii", "0.5", "15"], "--radii = 15: must be a distance of pixels in [0, 1]"),
-        (["runs/digits"], "did you mean --run runs/digits?"),
+        (["runs/digits"], "runs/digits: say --run runs/digits"),
         ([*GOOD, "--json", "no/such/dir/c.json"], "no/such/dir"),
         ([*GOOD, "--out", "m.safetensors"], "must be a directory"),
     ],
