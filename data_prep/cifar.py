@@ -88,8 +88,8 @@ class PixelCollection(Collection):
         digest.update(self._images.tobytes())
         return digest.hexdigest()
 
-    def estimated_bytes(self, i: int) -> int:
-        return PNG_BYTES
+    def sizes(self) -> np.ndarray:
+        return np.full(len(self), PNG_BYTES)
 
 
 class _DataOnly(pickle.Unpickler):

@@ -52,14 +52,12 @@ def number(
     allowed = f"at least {lowest}" if highest is None else f"{lowest} to {highest}"
 
     def parse(text: str) -> int | float:
-        try:
-            value: int | float = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        value: int | float = kind(text)
         if not lowest <= value or (highest is not None and value > highest):
             raise argparse.ArgumentTypeError(f"{text}: must be {allowed}")
         return value
 
+    parse.__name__ = "number"  # so argparse calls what is none
     return parse
 
 

@@ -4,15 +4,14 @@ The order of the samples follows from the seed, a shard's samples from the order
 samples. So shards can be made in any order, by any number of processes, now or later. A journal has
 what is finished:
 
-    train.journal/plan.json      what is being written: settings, source, classes
-    train.journal/000012.json    shard 12 is finished: its size, sha256, records, bad images
+    train.journal/plan.json                     what is being written: settings, source, classes
+    train.journal/000012.index.json and .npy    shard 12 is finished: an index of it alone
 
 A shard is noted after it is renamed into place. A shard without its note is written again, to the
 same bytes. The journal goes when the index is there.
 """
 
 import argparse
-import base64
 import fcntl
 import gzip
 import io
@@ -25,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -113,16 +111,6 @@ def conversion_parser(name: str, doc: str | None) -> ArgumentParser:
 # The journal.
 
 
-@dataclass(frozen=True)
-class ShardNote:
-    """A finished shard. `changes` counts what was done to images; `skipped` are the bad ones."""
-
-    entry: ShardEntry
-    records: np.ndarray
-    skipped: list[dict[str, str]]
-    changes: dict[str, int]
-
-
 class Journal:
     """The journal of the set `name` in the directory `out`."""
 
@@ -139,23 +127,11 @@ class Journal:
         self.directory.mkdir()
         write_atomically(self._plan, json.dumps(plan).encode())
 
-    def write(self, shard: int, note: ShardNote) -> None:
-        packed = base64.b64encode(note.records.tobytes()).decode()
-        values = asdict(note) | {"records": packed}
-        write_atomically(self._note_path(shard), json.dumps(values).encode())
-
-    def finished(self, shards: int) -> dict[int, ShardNote]:
+    def finished(self) -> dict[int, SetIndex]:
         """The notes of shards that are here in their full size. A shard is synced before it is
         renamed, so its bytes are not read again."""
-        found = {}
-        for shard in range(shards):
-            with suppress(FileNotFoundError):
-                values = json.loads(self._note_path(shard).read_bytes())
-                entry = ShardEntry(**values["entry"])
-                records = np.frombuffer(base64.b64decode(values["records"]), dtype=RECORD)
-                if (self._out / entry.file).stat().st_size == entry.bytes:
-                    found[shard] = ShardNote(entry, records, values["skipped"], values["changes"])
-        return found
+        notes = [read_index(path) for path in self.directory.glob("*.index.json")]
+        return {int(note.name): note for note in notes if is_here(self._out, note.shards[0])}
 
     def remove(self) -> None:
         """The plan first: without it the rest is no journal."""
@@ -171,8 +147,10 @@ class Journal:
             for path in self._out.glob(pattern):
                 path.unlink()
 
-    def _note_path(self, shard: int) -> Path:
-        return self.directory / f"{shard:06d}.json"
+
+def is_here(directory: Path, shard: ShardEntry) -> bool:
+    path = directory / shard.file
+    return path.exists() and path.stat().st_size == shard.bytes
 
 
 @contextmanager
@@ -248,14 +226,14 @@ def default_shard_samples(sizes: np.ndarray) -> int:
 def _share(collection: Collection, rules: ImageRules) -> float:
     """What is left of the bytes when images are scaled down, by some that are spread over the set:
     by their full size the disk would seem too small, and shards would become so."""
-    before = after = 0
+    before, after, sizes = 0, 0, collection.sizes()
     places = np.linspace(0, len(collection) - 1, PROBES if rules.short_side else 0).astype(int)
     for i in sorted(set(places.tolist())):
         try:
             after += len(stored_image(collection.load(i), rules).content)
         except (BadImage, OSError):  # the conversion reports it
             continue
-        before += collection.estimated_bytes(i)
+        before += int(sizes[i])
     return round(after / before, 2) or 0.01 if before else 1.0
 
 
@@ -269,9 +247,8 @@ class SetPlan:
         self.samples = len(collection)
         if not self.samples:
             raise UserError(f"{one.name}: the source holds no samples")
-        estimates = (collection.estimated_bytes(i) for i in range(self.samples))
         self._rules = rules = ImageRules(options.short_side, options.quality, options.max_pixels)
-        sizes = np.fromiter(estimates, np.int64, self.samples) * _share(collection, rules)
+        sizes = collection.sizes() * _share(collection, rules)
         self._bytes = np.ceil(sizes / BLOCK).astype(np.int64) * BLOCK + SAMPLE_OVERHEAD
         self.shard_samples = options.shard_samples or default_shard_samples(self._bytes)
         self.shards = -(-self.samples // self.shard_samples)
@@ -307,7 +284,7 @@ class SetPlan:
             return 0
         return self.estimated_bytes(set(range(self.shards)) - set(state or ()))
 
-    def state(self) -> SetIndex | dict[int, ShardNote] | None:
+    def state(self) -> SetIndex | dict[int, SetIndex] | None:
         """What is there of the set: its index if it is complete, else the notes of the shards that
         are finished, or nothing; of anything else, a UserError. Where bad images are to fail, a
         shard that was finished without some is made again: they may have been fixed."""
@@ -315,7 +292,7 @@ class SetPlan:
         journal = Journal(out, self.name)
         if (plan := journal.plan()) is not None:
             _require_same(journal.directory, "an unfinished set", plan, self.identity)
-            notes = journal.finished(self.shards).items()
+            notes = journal.finished().items()
             skips = self.options.on_bad == "skip"
             return {shard: note for shard, note in notes if skips or not note.skipped}
         path = index_paths(out, self.name)[0]
@@ -334,11 +311,10 @@ class SetPlan:
         there = {"converter": converter, "source": index.source, "classes": index.classes}
         _require_same(path, "another set", there, self.identity)
         for shard in index.shards:
-            file = path.parent / shard.file
-            if not file.exists() or file.stat().st_size != shard.bytes:
+            if not is_here(path.parent, shard):
                 raise UserError(
-                    f"{file}: is missing or not of the size in {path.name}; remove {path.name} and "
-                    "the set's shards to convert it again"
+                    f"{path.parent / shard.file}: is missing or not of the size in {path.name}; "
+                    f"remove {path.name} and the set's shards to convert it again"
                 )
         if index.skipped and self.options.on_bad == "fail":
             raise UserError(
@@ -347,8 +323,8 @@ class SetPlan:
             )
         return index
 
-    def make(self, shard: int, advance: Callable[[], None]) -> ShardNote:
-        """Write a shard, and note it; `advance` is called after each sample."""
+    def make(self, shard: int, advance: Callable[[], None]) -> SetIndex:
+        """Write a shard, and its note; `advance` is called after each sample."""
         path = self.options.out / f"{self.name}-{shard:06d}.tar"
         rows: list[tuple[int, ...]] = []
         skipped: list[dict[str, str]] = []
@@ -367,9 +343,15 @@ class SetPlan:
                     advance()
             records, size, digest = np.array(rows, RECORD), path.stat().st_size, file_sha256(path)
             entry = ShardEntry(path.name, len(rows), size, digest, class_counts(records))
-            note = ShardNote(entry, records, skipped, dict(changes))
-            Journal(self.options.out, self.name).write(shard, note)
-        return note
+            journal = Journal(self.options.out, self.name).directory
+            return write_index(
+                journal,
+                f"{shard:06d}",
+                [entry],
+                records,
+                converter={"changed": dict(changes)},
+                skipped=skipped,
+            )
 
     def _loaded(self, number: int) -> bytes | np.ndarray:
         try:
@@ -460,7 +442,7 @@ def _write_set(plan: SetPlan) -> None:
     print(f"{plan.name}: {made}; it took {seconds:.1f} s")
 
 
-def _all_notes(plan: SetPlan, finished: dict[int, ShardNote]) -> dict[int, ShardNote]:
+def _all_notes(plan: SetPlan, finished: dict[int, SetIndex]) -> list[SetIndex]:
     """Make the shards that are not there; the notes of all, in their order."""
     jobs = [shard for shard in range(plan.shards) if shard not in finished]
     done = plan.samples - sum(len(plan.numbers(shard)) for shard in jobs)
@@ -476,11 +458,11 @@ def _all_notes(plan: SetPlan, finished: dict[int, ShardNote]) -> dict[int, Shard
             notes[shard] = note
             for bad in note.skipped:
                 progress.say(f"{plan.name}: bad: {bad['name']}: {bad['reason']}")
-    return dict(sorted(notes.items()))
+    return [notes[shard] for shard in range(plan.shards)]
 
 
-def _write_index(plan: SetPlan, notes: dict[int, ShardNote]) -> SetIndex:
-    skipped = [bad for note in notes.values() for bad in note.skipped]
+def _write_index(plan: SetPlan, notes: list[SetIndex]) -> SetIndex:
+    skipped = [bad for note in notes for bad in note.skipped]
     if len(skipped) == plan.samples:
         raise UserError(f"{plan.name}: all {len(skipped)} images are bad")
     if skipped and plan.options.on_bad == "fail":
@@ -490,13 +472,14 @@ def _write_index(plan: SetPlan, notes: dict[int, ShardNote]) -> SetIndex:
             "leave them out with --on-bad skip; finished shards are kept"
         )
     changes: Counter[str] = Counter()
-    for note in notes.values():
-        changes.update(note.changes)
+    for note in notes:
+        changes.update(note.converter["changed"])
+    journal = Journal(plan.options.out, plan.name).directory
     return write_index(
         plan.options.out,
         plan.name,
-        [note.entry for note in notes.values()],
-        np.concatenate([note.records for note in notes.values()]),
+        [note.shards[0] for note in notes],
+        np.concatenate([np.load(index_paths(journal, note.name)[1]) for note in notes]),
         plan.classes,
         plan.source,
         plan.converter | {"changed": dict(sorted(changes.items()))},

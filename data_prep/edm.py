@@ -100,7 +100,7 @@ class ZipImages(Listing):
 
     def load(self, i: int) -> bytes:
         info = zipfile.ZipInfo(self.name(i))
-        info.file_size = self.estimated_bytes(i)
+        info.file_size = int(self._sizes[i])
         for name, column in self._facts.items():
             setattr(info, name, int(column[i]))
         try:
@@ -202,8 +202,8 @@ class NpzImages(Collection):
         digest.update(self.labels.astype("<i8").tobytes())
         return digest.hexdigest()
 
-    def estimated_bytes(self, i: int) -> int:
-        return int(PNG_SHARE * np.prod(self.shape[1:])) + 100
+    def sizes(self) -> np.ndarray:
+        return np.full(len(self), int(PNG_SHARE * math.prod(self.shape[1:])) + 100)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -108,7 +108,8 @@ def write_beton(writer: Any, samples: Decoded, workers: int, title: str) -> None
     def work(numbers: range, advance: Callable[[], None]) -> list[tuple[int, int, int]]:
         """What was allocated: (sample, place, bytes)."""
         cv2.setNumThreads(0)  # a forked process has none of OpenCV's threads, and needs none
-        samples.advance, own = advance, copy(allocator)
+        samples.advance = advance
+        own = copy(allocator)  # of its pages, for a process may do several parts
         own.allocations = []
         chunks, results = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
         chunks.put([(number, number) for number in numbers])  # in the file, in the shards

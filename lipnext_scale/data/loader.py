@@ -178,9 +178,9 @@ class BatchBuffers(Dataset[MadeBatch]):
             self._begun.value += 1
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        own = np.empty(self._maker.shape, np.uint8) if buffer is None else None
-        made = self._maker.make(step, self._images[buffer] if own is None else own, number, workers)
-        made.buffer, made.images = buffer, own
+        images = np.empty(self._maker.shape, np.uint8) if buffer is None else self._images[buffer]
+        made = self._maker.make(step, images, number, workers)
+        made.buffer, made.images = buffer, images if buffer is None else None
         return made
 
     def release_waiters(self) -> None:
@@ -284,6 +284,7 @@ def start_worker(rank_pid: int, _number: int) -> None:
 
 
 def end_with_parent(parent: int) -> None:
+    """This process is killed when its parent, of this pid, ends."""
     CDLL(None).prctl(c_int(_PR_SET_PDEATHSIG), c_ulong(signal.SIGKILL))
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
