@@ -432,10 +432,7 @@ PICTURED = (0.1, 0.4, 0.6, 0.9)  # positions in the order of radii
 
 
 def examples(attacker: Attacker, results: Arrays, image: Callable[[int], np.ndarray]) -> Arrays:
-    """`point_arrays` of the nearest changes of some right predictions, small to large radii.
-
-    Nothing where no change was found.
-    """
+    """`point_arrays` of the nearest changes found of some right predictions, by radius."""
     right = (results["labels"] == results["predictions"]) & (results["radii"] > 0)
     (rows,) = right.nonzero()
     rows = rows[results["radii"][rows].argsort(kind="stable")]

@@ -158,7 +158,7 @@ def read_checkpoint(path: Path, shards: StateShards, group: Group = None) -> Non
         if f"{block}R" not in held:  # another rank has it; matrices are whole
             held[f"{block}R"] = StateShard.full(torch.empty_like(factor.tensor))
         factors.append((factor.tensor, held[f"{block}R"].tensor))
-    # A frozen weight, or a run without Lookahead, has no slow weights.
+    # A run without Lookahead has no slow weights.
     kinds = {name: "slow" if f"slow.{name}" in stored else "model" for name in held}
     load_shards(path, {f"{kinds[name]}.{name}": shard for name, shard in held.items()}, group)
     for matrix, rotation in factors:

@@ -28,10 +28,7 @@ def build_engine(
     local_world_size: int | None = None,
     timeout: float | None = None,
 ) -> Engine:
-    """The configured engine on the processes that were started.
-
-    timeout: seconds that a collective may take; None: torch's default.
-    """
+    """The configured engine on the processes that were started; arguments as of `Processes`."""
     alone = config.engine == "single" or (
         config.engine == "auto" and config.weight_layout == "bank"
     )

@@ -347,7 +347,6 @@ class DeepSpeedEngine(Engine):
     def _parameter_groups(self) -> list[Parameters]:
         """The banks with their padding, and the rest."""
         orthogonal, euclidean = split_parameters(self.model)
-        assert len(orthogonal) + len(euclidean) == len(self.shapes), "nothing is frozen here"
         padding = [] if self.padding is None else [self.padding]
         return [[*(p for _, p in orthogonal), *padding], [p for _, p in euclidean]]
 

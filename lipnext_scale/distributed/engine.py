@@ -236,15 +236,11 @@ class Engine:
         return None
 
     @property
-    def replica(self) -> int:
-        """Which of them this rank is."""
-        group = self.replicate_group()
-        return 0 if group is None else group.rank()
-
-    @property
     def shares_step(self) -> bool:
-        """Whether each of them steps a share of the matrices only."""
-        return False
+        """Whether each of them steps a share of the matrices only. Rows have owners already, in
+        every replica."""
+        config = self.config
+        return config.share_step and config.weight_layout == "bank" and self.replicas() > 1
 
     # A step
 
@@ -376,8 +372,7 @@ class DDPEngine(Engine):
         for name in self._sharings:
             bank = model.get_parameter(name)
             dist.broadcast(bank.detach(), src=0)  # as DDP does with all others
-            if bank.requires_grad:
-                bank.register_post_accumulate_grad_hook(partial(self._reduce, name))
+            bank.register_post_accumulate_grad_hook(partial(self._reduce, name))
 
     @torch.no_grad()
     def _reduce(self, name: str, bank: Tensor) -> None:
@@ -401,10 +396,6 @@ class DDPEngine(Engine):
 
     def replicate_group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD
-
-    @property
-    def shares_step(self) -> bool:
-        return self.config.share_step and self.replicas() > 1
 
     def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
         # As DDP's no_sync(), whose context would have to span the forward and the backward pass.

@@ -117,13 +117,6 @@ class FSDPEngine(Engine):
                 unit.set_modules_to_backward_prefetch(units[max(0, index - ahead) : index][::-1])
         return model
 
-    @property
-    def shares_step(self) -> bool:
-        """With rows a shard group has owners already, and every replica its own."""
-        return (
-            self.config.share_step and self.replicas() > 1 and self.config.weight_layout == "bank"
-        )
-
     @torch.no_grad()
     def _reduce_over_replicas(self, unit: nn.Module, sharing: Sharing | None, flat: Tensor) -> None:
         """FSDP's hook: the unit's gradients on this rank one after the other, a bank first."""
@@ -133,7 +126,7 @@ class FSDPEngine(Engine):
             flat.record_stream(torch.cuda.current_stream(flat.device))
         group, rest = self.share_group, flat
         start = 0
-        for parameter in (p for p in unit.parameters() if p.requires_grad):
+        for parameter in unit.parameters():
             local, numbers = local_part(parameter), math.prod(parameter.shape[1:])
             here = flat[start : start + local.numel()].view(local.shape)
             start += -(-parameter.shape[0] // self.shards) * numbers  # with FSDP's padding
@@ -152,7 +145,6 @@ class FSDPEngine(Engine):
     ) -> ManifoldOptimizer:
         if self.config.weight_layout == "bank":
             return super().manifold_optimizer(named, **arguments)
-        assert len(named) == 2 * self.model.config.depth, "no owner would fill a frozen matrix"
         self.owner = RowManifoldAdam(
             named,
             self.mesh[SHARD].get_group(),

@@ -143,8 +143,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 #     finish rows(last)
 #
 # So two buckets are in transfer in each direction, and no memory but theirs is needed: two outboxes
-# and two inboxes each way and two buckets of whole gradients, each about `bucket_bytes`. A rank
-# sends 8·P·(R-1)/R² bytes a step for P parameters on R ranks, 6·P·… where rows return in bfloat16.
+# and two inboxes each way and two buckets of whole gradients, each about `bucket_bytes`.
 
 
 class RowManifoldAdam:
@@ -198,26 +197,22 @@ class RowManifoldAdam:
 
     @torch.no_grad()
     def step(self, scale: Tensor | None = None, usable: Tensor | None = None) -> None:
-        """Move every matrix that has a gradient: on all ranks the same ones.
+        """Move every matrix.
 
         scale, usable: as ManifoldAdam's; but without the latter gradients are taken to be finite,
         since one owner's error would leave the others waiting.
         """
         usable = self._always if usable is None else usable
-        moving = [[m for m in b if self._parameters[m].grad is not None] for b in self._buckets]
-        buckets = [bucket for bucket in moving if bucket]
-        for index, bucket in enumerate(buckets):
-            if index == 0:
-                self._post_gradients(bucket)
-            if index + 1 < len(buckets):
-                self._post_gradients(buckets[index + 1])
+        self._post_gradients(self._buckets[0])
+        for index, bucket in enumerate(self._buckets):
+            if index + 1 < len(self._buckets):
+                self._post_gradients(self._buckets[index + 1])
             self._to_owners.finish()
             self._move(self._arriving.popleft(), scale, usable)
             self._post_rows(bucket)
             if index > 0:
                 self._to_shards.finish()
-        if buckets:
-            self._to_shards.finish()
+        self._to_shards.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self._parameters:

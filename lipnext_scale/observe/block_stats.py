@@ -56,7 +56,7 @@ class BlockStats:
             of_block = sizes[:, self._block(name)]
             drift = orthogonality_error(shards[f"model.{name}"].tensor)
             of_block[0] = torch.maximum(of_block[0], drift)
-            if step and f"exp_avg.{name}" in shards:  # a frozen matrix has no moments
+            if step:
                 delta = direction_of(
                     shards[f"exp_avg.{name}"].tensor,
                     shards[f"exp_avg_sq.{name}"].tensor,

@@ -22,19 +22,12 @@ import torch.distributed as dist
 from gloo import run_processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from training.small import checkpoint_content
 
-from lipnext_scale.checkpoint import (
-    StateShard,
-    StateShards,
-    latest_checkpoint,
-    load_shards,
-    read_facts,
-    stored_shapes,
-    verify_checkpoint,
-)
-from lipnext_scale.checkpoint.io import read_metadata
+from lipnext_scale.checkpoint import StateShard, StateShards, latest_checkpoint
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import evaluation as datasets
+from lipnext_scale.distributed import DeepSpeedEngine
 from lipnext_scale.distributed.engine import DTYPES
 from lipnext_scale.distributed.replicas import SharedManifoldAdam
 from lipnext_scale.optim import local_part
@@ -123,11 +116,10 @@ def train(
     change: done to the trainer before its first step.
     """
     with arithmetic(dtype_of(overrides)):
-        return _train(directory, *overrides, change=change)
+        return train_steps(build_trainer(directory, *overrides), change)
 
 
-def _train(directory: Path, *overrides: str, change: Callable[[Trainer], None] | None) -> Outcome:
-    trainer = build_trainer(directory, *overrides)
+def train_steps(trainer: Trainer, change: Callable[[Trainer], None] | None) -> Outcome:
     if change is not None:
         change(trainer)
     start = held_shards(trainer, weights_only=True)
@@ -136,12 +128,12 @@ def _train(directory: Path, *overrides: str, change: Callable[[Trainer], None] |
     for batch in trainer.loader:
         metrics.append(trainer.train_step(batch))
         if trainer.step in (STEPS // 2, trainer.last_step):
-            scores.append(
-                trainer.observer.evaluation.of_test_set()
-            )  # training must go on as if it had not been
+            # Training must go on as if it had not been.
+            scores.append(trainer.observer.evaluation.of_test_set())
         if trainer.step == trainer.last_step:
             break
     require_rows_of_owners(trainer)
+    require_whole_weights(trainer)
     return Outcome(
         engine=trainer.engine.describe(),
         losses=[float(values["train/loss"]) for values in metrics],
@@ -167,7 +159,7 @@ def run_each(
     world_size: int, directory: Path, configurations: Configurations
 ) -> dict[str, Outcome]:
     """Every configuration on `world_size` ranks, as all of them together saw it."""
-    ranks = run_processes(world_size, train_each, directory, configurations)
+    ranks = run_processes(world_size, train_each, directory, configurations, timeout=300)
     return {name: of_all_ranks([outcomes[name] for outcomes in ranks]) for name in configurations}
 
 
@@ -236,6 +228,24 @@ def require_rows_of_owners(trainer: Trainer) -> None:
                 index, tensors = found
                 own = tensors["model"][index]
                 assert torch.equal(whole, own.to(dtype).to(whole.dtype)), name
+
+
+def require_whole_weights(trainer: Trainer) -> None:
+    """Padding is still identities; in ZeRO-1 and 2 the model has the numbers of the partitions."""
+    engine = trainer.engine
+    if not isinstance(engine, DeepSpeedEngine):
+        return
+    weights = dict(trainer.model.named_parameters())
+    for partition in engine.partitions:
+        for slot in partition.slots:
+            name, here = partition.names[slot.index], partition.flat.detach()[slot.in_partition]
+            if not name:
+                width = partition.width
+                for matrix in here.view(-1, width, width):
+                    assert torch.equal(matrix, torch.eye(width))
+            elif trainer.recipe.parallel.zero_stage < 3:
+                published = weights[name].detach().flatten()[slot.in_parameter]
+                assert torch.equal(published, here.to(published.dtype)), name
 
 
 def relative_errors(ours: Outcome, reference: Outcome) -> dict[str, float]:
@@ -355,13 +365,3 @@ def stored(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     path = latest_checkpoint(directory / "checkpoints")
     assert path is not None
     return checkpoint_content(path)
-
-
-def checkpoint_content(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(facts, tensors), all of one type."""
-    verify_checkpoint(path)
-    shapes, metadata = stored_shapes(path), read_metadata(path).state_dict_metadata
-    (dtype,) = {metadata[name].properties.dtype for name in shapes}
-    tensors = {n: torch.full(shape, torch.nan, dtype=dtype) for n, shape in shapes.items()}
-    load_shards(path, whole_shards(tensors))
-    return read_facts(path), tensors

@@ -1,7 +1,6 @@
 """A small run as users start it: by a launcher or without, watched and interfered with."""
 
 import importlib.util
-import json
 import os
 import signal
 import socket
@@ -13,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+from lipnext_scale.observe.metrics import read_records
 
 ROOT = Path(__file__).parents[2]
 # 120 steps of some 20 ms. ε is large enough that Adam does not make steps of rounding errors.
@@ -83,14 +84,19 @@ def started(
     try:
         yield process
     finally:
-        left = workers(process.pid) if process.poll() is None else {}
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """A launcher and its workers: each is a session of its own."""
+    left = workers(process.pid) if process.poll() is None else {}
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in left.values():
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        for pid in left.values():  # torchrun gives each of its workers a session of its own
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if process.returncode is None:
-            process.communicate()
+            os.kill(pid, signal.SIGKILL)
+    if process.returncode is None:
+        process.communicate()
 
 
 def _with_root() -> str:
@@ -107,11 +113,7 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> 
 
 
 def steps_logged(run: Path) -> list[int]:
-    metrics = run / "metrics.jsonl"
-    if not metrics.exists():
-        return []
-    lines = metrics.read_text().splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]  # one may be half written
+    records = read_records(run / "metrics.jsonl")
     return [record["step"] for record in records if "train/loss" in record]
 
 

@@ -110,22 +110,14 @@ def test_bytes_are_as_estimated(world: int, tmp_path: Path) -> None:
 # ---- what is there for a while -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Bytes on one rank, of one case."""
-
-    found: int
-    expected: int
-
-
-def leave(rank: int, world: int, directory: Path, cases: list[list[str]]) -> list[Pair]:
-    """What a forward pass of one image leaves for the backward pass, beside the estimate."""
+def leave(rank: int, world: int, directory: Path, cases: list[list[str]]) -> list[tuple[int, int]]:
+    """What a forward pass of one image leaves for the backward pass, and the estimate of it."""
     pairs, images = [], torch.rand(1, 1, 8, 8)
     for trainer in small_trainers(directory, cases):
         trainer.train_step(next(iter(trainer.loader)))
         forward = partial(trainer.engine.forward, images)
         left = usually_left(forward, partial(go_back, trainer))
-        pairs.append(Pair(left, estimate_for(trainer).gathered))
+        pairs.append((left, estimate_for(trainer).gathered))
     return pairs
 
 
@@ -143,5 +135,5 @@ def test_gathered_weights_are_as_estimated(tmp_path: Path) -> None:
         [*wide, BF16, ROW],
     ]
     for pairs in run_processes(3, leave, tmp_path, cases):
-        for pair in pairs:
-            assert pair.expected <= pair.found <= 1.05 * pair.expected
+        for found, expected in pairs:
+            assert expected <= found <= 1.05 * expected

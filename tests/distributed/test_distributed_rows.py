@@ -1,6 +1,6 @@
 """The row layout: owners, buckets, exchanges; RowManifoldAdam has the bits of ManifoldAdam."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,10 +67,10 @@ def rows(whole: Tensor) -> Tensor:
     return whole[start:stop].clone()
 
 
-def give(parameters: list[nn.Parameter], wholes: list[Tensor], frozen: Collection[int] = ()):
-    """Each parameter gets its rows of its gradient, but for those that are frozen."""
-    for index, (parameter, whole) in enumerate(zip(parameters, wholes, strict=True)):
-        parameter.grad = None if index in frozen else rows(whole)
+def give(parameters: list[nn.Parameter], wholes: list[Tensor]) -> None:
+    """Each parameter gets its rows of its gradient."""
+    for parameter, whole in zip(parameters, wholes, strict=True):
+        parameter.grad = rows(whole)
 
 
 def build(sides: list[int], **options: Any) -> tuple[list[nn.Parameter], RowManifoldAdam]:
@@ -189,28 +189,3 @@ def test_every_step_is_that_of_one_process(world_size: int, dtype: torch.dtype |
             assert state.keys() == expected.keys() - {"step"}
             for kind, tensor in state.items():
                 assert torch.equal(tensor, expected[kind]), (name, kind)
-
-
-def train_partly(rank: int, ranks: int, sides: list[int], frozen: list[set[int]]) -> list[Tensor]:
-    parameters, optimizer = build(sides, bucket_bytes=1, **OPTIONS)
-    for step, absent in enumerate(frozen):
-        give(parameters, gradients(sides, step), absent)
-        optimizer.step()
-    return held(parameters)
-
-
-@pytest.mark.slow
-def test_matrices_without_a_gradient_stay() -> None:
-    """They are skipped, also where a bucket has none left, or the step has."""
-    sides = [8] * 6
-    frozen = [{0}, {0, 1, 2, 3}, {0, 1, 2, 3, 4, 5}, {0, 4, 5}, {0}]
-    results = run_processes(4, train_partly, sides, frozen)
-    parameters, optimizer = one_process(sides, **OPTIONS)
-    start = held(parameters)
-    for step, absent in enumerate(frozen):
-        for index, gradient in enumerate(gradients(sides, step)):
-            parameters[index].grad = None if index in absent else gradient
-        optimizer.step()
-    for index, matrix in enumerate(joined(results)):
-        assert torch.equal(matrix, parameters[index])
-        assert torch.equal(matrix, start[index]) == (index == 0)
