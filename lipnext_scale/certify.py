@@ -113,6 +113,8 @@ def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Proce
     if out.path.parent.name == BESIDE:
         own = RunDirectory(out.path.parent.parent).certificate
         print(f"{own} is not changed; this one is beside it: {out.path}")
+    if not results.radii.any():
+        print("all radii are 0, nothing is proven: no margin is above the bound of its rounding")
     seconds = time.perf_counter() - began
     print(f"{seconds:.1f} s; written: " + ", ".join(str(path) for path in written))
 

@@ -14,6 +14,7 @@ from signal import SIGUSR1
 
 from lipnext_scale.config.launchers import launcher_settings
 from lipnext_scale.config.recipe import load_recipe
+from lipnext_scale.observe.metrics import require_wandb
 from lipnext_scale.training.preflight import check_run
 from lipnext_scale.training.signals import stop_requests
 from lipnext_scale.training.trainer import Trainer
@@ -30,10 +31,12 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.print_config:
         print(configuration.dump(recipe), end="")
         return
+    if recipe.run.wandb:
+        require_wandb(recipe.run.wandb)
     if arguments.check:
         ranks = arguments.ranks or 1
         check_run(recipe, ranks, arguments.ranks_per_node or ranks)
-        print(f"run.dir: {os.path.abspath(recipe.run.dir)}")
+        print(f"run.dir: {os.path.abspath(recipe.run.dir)}\nok")
         return
     keep_freed_memory()
     # Slurm's warning may come while the shards are checked: the run then stops after one step.

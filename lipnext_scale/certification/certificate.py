@@ -62,7 +62,7 @@ class EvaluationTarget:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="DIR", help="a run directory, or one of its checkpoints")
     # torchrun takes --run for an option of its own.
-    parser.add_argument("--model", metavar="PATH", help="the same, or an export; it needs --data")
+    parser.add_argument("--model", metavar="PATH", help="a run, checkpoint, or export with --data")
     parser.add_argument("--data", metavar="SHARDS", help="test shards (default: those of the run)")
     parser.add_argument(
         "--resize", type=int, help="short side before the centre is cut out (default: the run's)"
@@ -82,6 +82,8 @@ def open_target(arguments: argparse.Namespace, *settings: str) -> EvaluationTarg
     model, run = load_model(path), run_of(path)
     config = _data_config(arguments, path, run)
     takes = model.config
+    for radius in arguments.radii:
+        takes.require_radius("--radii", radius)
     if arguments.resize is not None and 0 < arguments.resize < takes.image_size:
         raise UserError(f"--resize {arguments.resize}: must be 0 or at least {takes.image_size}")
     key = "--data" if arguments.data else "data.test"

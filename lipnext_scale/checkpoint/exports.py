@@ -24,6 +24,7 @@ from lipnext_scale.checkpoint.shards import StateShard, StateShards
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.models.lipnext import named_parts
 from lipnext_scale.utils import config as configuration
+from lipnext_scale.utils.collectives import Group
 from lipnext_scale.utils.errors import UserError
 from lipnext_scale.utils.files import write_atomically
 
@@ -140,23 +141,28 @@ def weight_of(factor: Tensor, rotation: Tensor) -> Tensor:
 
 
 def load_checkpoint_model(config: LipNeXtConfig, path: Path) -> LipNeXt:
-    """The model of a checkpoint with the slow weights: the algorithm's output."""
-    verify_checkpoint(path)
-    model, stored = empty_model(config), stored_shapes(path)
-    parameters, shards, factors = stable_parameters(model), {}, []
-    for name, tensor in parameters.items():
-        held = name
-        if f"model.{name}" not in stored:  # M is learned, and W = M·Rᵀ follows
-            held = name.removesuffix("W") + "M"
-            factors.append((tensor, parameters[name.removesuffix("W") + "R"]))
-        # A run without Lookahead has no slow weights.
-        kind = "slow" if f"slow.{held}" in stored else "model"
-        shards[f"{kind}.{held}"] = StateShard.full(tensor)
-    load_shards(path, shards)
-    with torch.no_grad():
-        for factor, rotation in factors:
-            factor.copy_(weight_of(factor, rotation))
+    model = empty_model(config)
+    parameters = stable_parameters(model).items()
+    read_checkpoint(path, {name: StateShard.full(tensor) for name, tensor in parameters})
     return model
+
+
+@torch.no_grad()
+def read_checkpoint(path: Path, shards: StateShards, group: Group = None) -> None:
+    """Read shards by stable name: the slow weights, which are the algorithm's output."""
+    verify_checkpoint(path, group)
+    stored, held, factors = stored_shapes(path), dict(shards), []
+    for name in [name for name in shards if f"model.{name}" not in stored]:
+        block = name.removesuffix("W")  # M is learned, and W = M·Rᵀ follows
+        factor = held[f"{block}M"] = held.pop(name)
+        if f"{block}R" not in held:  # another rank has it; matrices are whole
+            held[f"{block}R"] = StateShard.full(torch.empty_like(factor.tensor))
+        factors.append((factor.tensor, held[f"{block}R"].tensor))
+    # A run without Lookahead has no slow weights.
+    kinds = {name: "slow" if f"slow.{name}" in stored else "model" for name in held}
+    load_shards(path, {f"{kinds[name]}.{name}": shard for name, shard in held.items()}, group)
+    for matrix, rotation in factors:
+        matrix.copy_(weight_of(matrix, rotation))
 
 
 def empty_model(config: LipNeXtConfig) -> LipNeXt:

@@ -21,7 +21,7 @@ DATA_FIX = (
 
 
 def examine_run(recipe: Recipe, ranks: int, per_node: int) -> list[Finding]:
-    """The checks of `train --check`, each by itself; no shard is copied and nothing is written."""
+    """The checks of `train --check`, each by itself, but run.init_from; nothing is written."""
     findings = look("batch", partial(batch, recipe, ranks))
     findings += look("device", partial(device, recipe, per_node))
     findings += look("memory of the run", partial(memory, recipe, ranks, per_node))

@@ -24,7 +24,8 @@ class RunConfig:
     RETIRED: ClassVar = {"checkpoint_format": "native", "measure_every": ...}
     dir: str = changeable()
     seed: int = 0
-    # Start from the weights of this export instead of random ones.
+    # Start from the weights of this run, checkpoint or export instead of random ones; where
+    # model.num_classes is another there, from its backbone.
     init_from: str = ""
     # Stop after so many optimizer steps in all; the schedule stays as it is. 0: go to the end.
     max_steps: int = changeable(0)
@@ -48,6 +49,8 @@ class RunConfig:
     # What a device could do at best in the run's precision, for the MFU; 0: as the device's name
     # says, where that is known.
     peak_tflops: float = changeable(0.0)
+    # The project of Weights & Biases that gets what TensorBoard gets; empty: none.
+    wandb: str = changeable("")
     # Draw RUN/summary.png when the training has come to its end.
     summary: bool = changeable(True)
     # Steps [first, end) whose operators are traced, counted as in the log; [0, 0]: none.
@@ -94,6 +97,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.data.require_image_size(self.model.image_size)
+        self.model.require_radius("loss.epsilon", self.loss.epsilon)
 
     def require_batch_for(self, world_size: int) -> None:
         """Every process takes an equal share of the batch, in equal parts."""

@@ -30,6 +30,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
+        self.wandb_id = self.path / "wandb_id"
         self.checkpoints = self.path / "checkpoints"
         self.summary = self.path / "summary.png"
         self.profile = self.path / "profile"
@@ -51,13 +52,15 @@ class RunDirectory:
         """The directory is new, or holds this run and no other process continues it."""
         try:
             there = self.recipe() if self.config.exists() else recipe
-            for key, (old, new) in configuration.differences(there, recipe).items():
-                if key not in CHANGEABLE:
-                    difference = f"{key} = {old!r} there, {new!r} here"
-                    raise UserError(
-                        f"run.dir = {str(self.path)!r}: holds a run with another configuration "
-                        f"({difference}); choose another run.dir or remove it"
-                    )
+            changed = configuration.differences(there, recipe)
+            changed = {key: pair for key, pair in changed.items() if key not in CHANGEABLE}
+            backbone = {key for key in changed if key.startswith("model.")} - {"model.num_classes"}
+            way = "" if backbone else f", with run.init_from={self.path} to start from its weights,"
+            for key, (old, new) in changed.items():
+                raise UserError(
+                    f"run.dir = {str(self.path)!r}: holds a run with another configuration ({key} "
+                    f"= {old!r} there, {new!r} here); choose another run.dir{way} or remove it"
+                )
             self.lock.require_free()
         except OSError as error:
             raise self._not_writable(error) from None
@@ -118,11 +121,13 @@ class RunDirectory:
 
     def load_model(self, checkpoint: Path | None = None) -> LipNeXt:
         """The slow weights of the newest checkpoint, or of a given one."""
-        config = self.recipe().model
-        path = checkpoint or latest_checkpoint(self.checkpoints)
+        return load_checkpoint_model(self.recipe().model, checkpoint or self.newest_checkpoint())
+
+    def newest_checkpoint(self) -> Path:
+        path = latest_checkpoint(self.checkpoints)
         if path is None:
             raise UserError(f"{self.path}: has no checkpoint yet")
-        return load_checkpoint_model(config, path)
+        return path
 
 
 # --------------------------------------------------------------------------------------------------

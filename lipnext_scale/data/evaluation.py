@@ -1,6 +1,8 @@
 """Test images, every sample exactly once on any number of ranks, always the same pixels; and the
 sets of a configuration, opened and checked."""
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Set
 from copy import copy
 from dataclasses import dataclass
@@ -177,6 +179,11 @@ class DataSets:
             resized.append(bool(config.synthetic.augment.resize[1]))
         require_fits(zip(self.all, resized, strict=True), image_size, channels, num_classes)
         _require_same_classes(self.train, self.all)
+        highest = max(catalog.label_range()[1] for catalog in self.all)
+        unused = num_classes > max(highest + 1, len(self.class_names))
+        if unused and os.environ.get("RANK", "0") == "0":
+            what = f"warning: model.num_classes = {num_classes}: the data has labels 0 to {highest}"
+            print(what, file=sys.stderr, flush=True)
 
     def training_loader(
         self, seed: int, rank: int = 0, world_size: int = 1, pin_memory: bool = False

@@ -1,5 +1,6 @@
 """LipNeXt (paper §3.3): stem, blocks in banks, L2 pooling, a head with normalised rows."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -153,6 +154,13 @@ class LipNeXtConfig:
                 self.blocks_per_bank,
                 f"must be 0 (automatic) to depth = {self.depth}",
             )
+
+    def require_radius(self, key: str, radius: float) -> None:
+        """A larger one reaches every image; a whole number is one without its 255."""
+        largest = self.image_size * math.sqrt(self.in_channels)
+        if radius > largest or (radius >= 8 and radius == int(radius)):
+            right = f"must be a distance of pixels in [0, 1], which is {largest:.3g} at most; "
+            raise ConfigError(key, radius, right + "such as 36/255")
 
     @property
     def stem_channels(self) -> int:

@@ -1,8 +1,9 @@
-"""The scalars of a run: metrics.jsonl and TensorBoard events."""
+"""The scalars of a run: metrics.jsonl, TensorBoard events, Weights & Biases."""
 
 import json
 import math
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
+from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.config.run_directory import RunDirectory
+from lipnext_scale.utils.config import ConfigError, to_dict
 from lipnext_scale.utils.files import write_atomically
 
 # Several curves in one chart, in TensorBoard's tab "Custom Scalars": name → tags or patterns.
@@ -62,6 +65,32 @@ class Metrics:
         for file in (self._file, self._writer):
             with suppress(OSError):
                 file.close()
+
+
+def open_wandb(run: RunDirectory, recipe: Recipe) -> Any:
+    """The run at Weights & Biases, under an id of its own: where it continues, it does so there."""
+    import wandb
+
+    if not run.wandb_id.is_file():
+        write_atomically(run.wandb_id, uuid.uuid4().hex.encode())
+    project, settings = recipe.run.wandb, wandb.Settings(console="off")  # the bar is no log
+    named = {"id": run.wandb_id.read_text(), "name": run.path.absolute().name, "dir": str(run.path)}
+    how = {"resume": "allow", "allow_val_change": True}
+    try:
+        return wandb.init(
+            project=project, config=to_dict(recipe), settings=settings, **named, **how
+        )
+    except wandb.Error as error:
+        right = f"cannot start: {' '.join(str(error).split())}"
+        raise ConfigError("run.wandb", project, right) from None
+
+
+def require_wandb(project: str) -> None:
+    try:
+        from wandb import init  # noqa: F401  a directory of that name has none
+    except ImportError:
+        right = "the package wandb is not installed here: pip install 'lipnext_scale[wandb]'"
+        raise ConfigError("run.wandb", project, right) from None
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

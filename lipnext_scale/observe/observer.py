@@ -3,8 +3,11 @@
 It changes nothing that is trained, and cannot end a run: what cannot be written is printed.
 """
 
-from collections.abc import Iterator
+import math
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +18,7 @@ from lipnext_scale.distributed import Engine
 from lipnext_scale.observe.block_stats import BlockStats
 from lipnext_scale.observe.console import Pace, console_line, process_memory, score_line
 from lipnext_scale.observe.evaluation import Evaluation
-from lipnext_scale.observe.metrics import Metrics
+from lipnext_scale.observe.metrics import Metrics, open_wandb
 from lipnext_scale.observe.profile import ProfileWindow
 from lipnext_scale.optim import Optimizers
 from lipnext_scale.utils import config as configuration
@@ -23,6 +26,7 @@ from lipnext_scale.utils.errors import UserError
 from lipnext_scale.utils.files import os_error_in_words
 from lipnext_scale.utils.progress import Progress
 
+LOST = 4
 Values = dict[str, float | Tensor]
 
 
@@ -48,9 +52,11 @@ class Observer:
         self._last_step, self._total_steps = last_step, total_steps
         self._is_rank0 = engine.processes.rank == 0
         self._metrics: Metrics | None = None
+        self._wandb: Any = None
         self.evaluation = Evaluation(engine, optimizers, data, recipe)
         self._blocks = BlockStats(engine, optimizers)
         self._by_block = False  # in this step
+        self._lost = 0  # lines in a row
 
     def open(self, step: int) -> None:
         """All ranks together, before the first step of this process, which follows `step`."""
@@ -66,6 +72,8 @@ class Observer:
             self._metrics = Metrics(self._directory, step, configuration.dump(self._recipe))
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
+        if self._run.wandb:
+            self._wandb = open_wandb(self._directory, self._recipe)
 
     def say(self, line: str) -> None:
         """Above the bar, or as a line of the log; on rank 0 only."""
@@ -89,6 +97,8 @@ class Observer:
         self._progress.close()
         if self._metrics is not None:
             self._metrics.close()
+        failed = sys.exc_info()[0] is not None
+        self._to_wandb(lambda run: run.finish(exit_code=int(failed)))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -146,7 +156,19 @@ class Observer:
         to_go = self._pace.seconds_to(self._last_step, number)
         epochs = self._recipe.optim.epochs
         self.say(console_line(record, epochs, number, self._total_steps, to_go))
+        self._warn_if_lost(number, record)
         return record
+
+    def _warn_if_lost(self, number: int, record: dict[str, float]) -> None:
+        """Once, after LOST lines in a row that are no better than a guess, the warm-up past."""
+        optim, classes = self._recipe.optim, self._recipe.model.num_classes
+        guess = 1 / classes + 2 * math.sqrt(1 / classes / self._recipe.data.batch_size)  # at most
+        lost = record["train/accuracy"] < guess and record["train/loss"] > math.log(classes)
+        if record["train/epoch"] > max(1, optim.warmup_epochs) and self._lost < LOST:
+            self._lost = self._lost + 1 if lost else 0
+            if self._lost == LOST:
+                what = "loss and accuracy are those of a guess"
+                self.say(f"warning: step {number}: {what}: is optim.lr = {optim.lr:g} too high?")
 
     def _write(self, number: int, values: dict[str, float]) -> None:
         """On rank 0. What fails is opened again at the next record, which drops a torn line."""
@@ -162,6 +184,15 @@ class Observer:
             if self._metrics is not None:
                 self._metrics.close()
                 self._metrics = None
+        self._to_wandb(lambda run: run.log(values, step=number))
+
+    def _to_wandb(self, action: Callable[[Any], None]) -> None:
+        try:
+            if self._wandb is not None:
+                action(self._wandb)
+        except Exception as error:  # of its own process, which may have died
+            self._wandb = None
+            self.say(f"warning: Weights & Biases gets no more of this run: {error!r}")
 
     def _is_logged(self, number: int) -> bool:
         return number % self._run.log_every == 0 or number == self._total_steps

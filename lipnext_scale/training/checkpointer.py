@@ -1,7 +1,7 @@
 """A run's state to and from its checkpoints: weights, both optimizers, generator, data position.
 
 The schedule is a function of the step. What is stored does not depend on engine, layout or number
-of processes (`Engine.state_shards`), so any can continue. A run may start from an export.
+of processes (`Engine.state_shards`), so any can continue. A run may start from another model.
 """
 
 import base64
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lipnext_scale.certification.certifier import run_of
 from lipnext_scale.checkpoint import (
     CheckpointWriter,
     StateShards,
@@ -21,11 +22,12 @@ from lipnext_scale.checkpoint import (
     newest_intact_checkpoint,
     read_facts,
 )
-from lipnext_scale.checkpoint.exports import open_export, read_export
+from lipnext_scale.checkpoint.exports import open_export, read_checkpoint, read_export
 from lipnext_scale.config.recipe import RunConfig
 from lipnext_scale.data import StreamLoader
 from lipnext_scale.distributed import Engine
 from lipnext_scale.distributed.engine import checksums
+from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.optim import Optimizers, require_orthogonal
 from lipnext_scale.training.non_finite import NonFinitePolicy
 from lipnext_scale.utils import config as configuration
@@ -51,6 +53,7 @@ class Checkpointer:
         self.writer = CheckpointWriter(directory, run.keep_checkpoints, run.keep_every, self._group)
         self._warned_of: BaseException | None = None
         self._repaired = 0
+        self.origin = ""  # of the weights, in words, where the run starts from others
 
     def save(self, step: int) -> None:
         """Begin to write the checkpoint of `step`; training may continue at once.
@@ -131,7 +134,7 @@ class Checkpointer:
         path = newest_intact_checkpoint(self._directory, self._group)
         if path is None:
             if self._run.init_from:
-                start_from_export(Path(self._run.init_from), self._engine)
+                self.origin = start_from(Path(self._run.init_from), self._engine)
             return 0
         facts = read_facts(path)
         shards = self._engine.state_shards(self._optimizers)
@@ -147,20 +150,41 @@ class Checkpointer:
         return facts["step"]
 
 
-def start_from_export(path: Path, engine: Engine) -> None:
-    """Take the weights of an export of the same architecture; each rank reads what it keeps."""
+def starting_point(path: Path, here: LipNeXtConfig) -> tuple[LipNeXtConfig, Path | None]:
+    """(architecture, checkpoint or None for an export) of run.init_from, whose backbone fits."""
+    run, checkpoint = run_of(path), None
+    if run is None:
+        with open_export(path) as (there, _):
+            pass
+    else:
+        there = run.recipe().model
+        checkpoint = path if path != run.path else run.newest_checkpoint()
+    alike = replace(there, blocks_per_bank=here.blocks_per_bank, num_classes=here.num_classes)
+    for key, (old, new) in configuration.differences(alike, here).items():
+        raise UserError(
+            f"run.init_from = {str(path)!r}: another architecture (model.{key} = {old!r} there, "
+            f"{new!r} here); model.num_classes alone may differ"
+        )
+    return there, checkpoint
+
+
+def start_from(path: Path, engine: Engine) -> str:
+    """Take the weights of a run, a checkpoint or an export, without its head where the classes are
+    others; each rank reads what it keeps. Returns the origin of the weights in words."""
+    here, processes = engine.model.config, engine.processes
+    there, checkpoint = processes.on_rank0(lambda: starting_point(path, here))
     weights = engine.state_shards(None)
     named = {name.removeprefix("model."): shard for name, shard in weights.items()}
+    origin = f"weights of {path}"
+    if there.num_classes != here.num_classes:
+        named = {name: shard for name, shard in named.items() if not name.startswith("head.")}
+        classes = f"{here.num_classes} classes, not {there.num_classes}"
+        origin = f"backbone of {path}, and a new head: {classes}"
 
     def read() -> None:
-        with open_export(path) as (config, file):
-            there, here = (replace(c, blocks_per_bank=0) for c in (config, engine.model.config))
-            for key, (old, new) in configuration.differences(there, here).items():
-                raise UserError(
-                    f"run.init_from = {str(path)!r}: another architecture "
-                    f"(model.{key} = {old!r} there, {new!r} here)"
-                )
-            read_export(path, file, named)
+        if checkpoint is None:
+            with open_export(path) as (_, file):
+                read_export(path, file, named)
         for name, shard in named.items():
             if name.endswith((".R", ".W")) and shard.tensor.shape == shard.shape:
                 try:
@@ -168,5 +192,8 @@ def start_from_export(path: Path, engine: Engine) -> None:
                 except ValueError as error:
                     raise UserError(str(error)) from None
 
-    engine.processes.everywhere(read)
+    if checkpoint is not None:
+        read_checkpoint(checkpoint, named, processes.checkpoint_group)
+    processes.everywhere(read)
     engine.state_loaded(weights, None)
+    return origin

@@ -4,6 +4,9 @@ A launcher that starts failed processes again would repeat a mistake of the user
 launch/shared/node.sh asks one process a node first (`train --check`).
 """
 
+from pathlib import Path
+
+from lipnext_scale.checkpoint import latest_checkpoint
 from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import Catalog, DataSets
@@ -11,6 +14,7 @@ from lipnext_scale.data.catalog import check_shards, unchecked_shards
 from lipnext_scale.distributed import build_engine
 from lipnext_scale.distributed.deepspeed import require_deepspeed
 from lipnext_scale.distributed.processes import Processes, choose_device, fake_group
+from lipnext_scale.training.checkpointer import starting_point
 from lipnext_scale.utils.config import ConfigError
 from lipnext_scale.utils.progress import Progress
 
@@ -27,8 +31,10 @@ def check_run(recipe: Recipe, ranks: int, ranks_per_node: int) -> None:
     choose_device(recipe.run.device, local_rank=ranks_per_node - 1)
     require_engine(recipe, ranks, ranks_per_node)
     # Not kept: its lock would stand in the way of other nodes' checks.
-    RunDirectory(recipe.run.dir).require_free_or_same(recipe)
-    model = recipe.model
+    directory, model = RunDirectory(recipe.run.dir), recipe.model
+    directory.require_free_or_same(recipe)
+    if recipe.run.init_from and latest_checkpoint(directory.checkpoints) is None:
+        starting_point(Path(recipe.run.init_from), model)
     DataSets(recipe.data, model.image_size, model.in_channels, model.num_classes)
 
 

@@ -7,6 +7,7 @@ from signal import Signals, raise_signal
 import torch
 from torch import Tensor
 
+from lipnext_scale.checkpoint import latest_checkpoint
 from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import Batch, DataSets, to_unit_range
@@ -180,11 +181,12 @@ class Trainer:
         model, count = self.recipe.model, self.processes.world_size
         others = self.engine.parameter_count() - model.bank_parameters
         places = f"{count} × {self.processes.device.type}" if count > 1 else self.processes.device
+        origin = f"; {self.checkpointer.origin}" if self.checkpointer.origin else ""
         return (
             f"LipNeXt L{model.depth}W{model.width} ({self.recipe.optim.parametrisation}): "
             f"{model.bank_parameters:,} orthogonal and {others:,} other parameters on "
             f"{places} ({self.engine.describe()}), {self.total_steps} steps, "
-            f"into {self.recipe.run.dir}"
+            f"into {self.recipe.run.dir}{origin}"
         )
 
     def _loop(self) -> None:
@@ -312,9 +314,9 @@ class Trainer:
         try:
             self.optimizers.step(clip, usable)
         except FloatingPointError as error:
-            raise RunFailed(
-                f"step {self.step + 1}: {error}; lower optim.lr; the last checkpoint is intact"
-            ) from None
+            saved = latest_checkpoint(self.directory.checkpoints) is not None
+            intact = "; the last checkpoint is intact" if saved else ""
+            raise RunFailed(f"step {self.step + 1}: {error}; lower optim.lr{intact}") from None
 
     def _is_finite(self, loss: Tensor, norm: Tensor) -> bool:
         """Whether there is an update; if not, the policy skips the step or ends the run."""

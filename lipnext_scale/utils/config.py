@@ -174,7 +174,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.split(".")
     if not equals or not all(parts):
-        raise UserError(f"argument {override!r}: must have the form section.key=value")
+        hint = f"; did you mean --config {override}?" if override.endswith(".yaml") else ""
+        raise UserError(f"argument {override!r}: must have the form section.key=value{hint}")
     try:
         value = yaml.load(text, _Loader)
     except _YAML_ERRORS:

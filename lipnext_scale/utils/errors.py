@@ -41,8 +41,11 @@ class ArgumentParser(argparse.ArgumentParser):
     """A parser whose errors are UserErrors."""
 
     def error(self, message: str) -> NoReturn:
-        expanded = message.startswith("unrecognized") and message.endswith((".tar", ".tar.gz"))
-        right = "quote a pattern that the shell expands: 'DIR/test-*.tar'; " if expanded else ""
+        unknown, right = message.removeprefix("unrecognized arguments: "), ""
+        if unknown != message and unknown.endswith((".tar", ".tar.gz")):
+            right = "quote a pattern that the shell expands: 'DIR/test-*.tar'; "
+        elif unknown != message and unknown[0] != "-" and "--run" in self._option_string_actions:
+            right = f"say --run {unknown.split()[0]}; "
         raise UserError(f"{message}; {right}see {self.prog} --help")
 
     def add_configuration(self, required: bool = False) -> None:
@@ -68,6 +71,8 @@ def command(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
     @wraps(main)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see utils/passive.py
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             main(*args, **kwargs)
         except UserError as error:
             _end_with(f"error: {error}", 2)

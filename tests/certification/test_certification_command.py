@@ -183,6 +183,17 @@ def test_other_arithmetics_are_named(
     assert facts["arithmetic"] == "float32" and 1e-7 < facts["rounding"]["features"] < 1e-2
 
 
+def test_radii_that_are_all_0_are_explained(
+    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load_model(export / "m.safetensors")
+    with torch.no_grad():
+        model.head.weight[:] = model.head.weight[0]
+    save_export(model, tmp_path / "m.safetensors")
+    main(["--model", str(tmp_path / "m.safetensors"), "--data", str(export / "test-*.tar")])
+    assert "all radii are 0, nothing is proven" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def broken(export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of things that cannot be certified."""
@@ -215,6 +226,8 @@ GOOD = [*MODEL, "--data", "TEST"]
         ([*MODEL, "--data", "larger.tar"], "--data are 3×9×9; --resize 9 makes"),
         ([*GOOD, "b.tar"], "unrecognized arguments: b.tar; quote a pattern"),
         ([*GOOD, "--radii=-1/4"], "-1/4"),
+        ([*GOOD, "--radii", "0.5", "15"], "--radii = 15: must be a distance of pixels in [0, 1]"),
+        (["runs/digits"], "runs/digits; say --run runs/digits"),
         ([*GOOD, "--json", "no/such/dir/c.json"], "no/such/dir"),
         ([*GOOD, "--out", "m.safetensors"], "must be a directory"),
     ],

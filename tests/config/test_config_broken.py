@@ -1,6 +1,7 @@
 """Broken values, files and runs: exit code 2, one line that names it, and nothing is written."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,9 @@ VALUES = {
     "data.augment.crop_padding=8": ["augment.crop_padding = 8", "image_size = 8"],
     "optim.warmup_epochs=2": ["warmup_epochs = 2", "epochs = 2"],
     "loss.radius_min=4": ["loss.radius_min = 4", "radius_max = 3"],
+    "loss.epsilon=36": ["loss.epsilon = 36", "must be", "such as 36/255"],
+    "loss.epsilon=8.1": ["loss.epsilon = 8.1", "8 at most; such as 36/255"],
+    "configs/x.yaml": ["'configs/x.yaml'", "did you mean --config configs/x.yaml?"],
     "run.dir=''": ["run.dir = ''", "must name a directory"],
     "run.seed=-1": ["run.seed = -1", "at least 0"],
     "run.log_every=0": ["run.log_every = 0", "at least 1"],
@@ -146,6 +150,7 @@ def test_data_that_cannot_be_used(tmp_path, monkeypatch):
 def test_runs_that_cannot_start_or_go_on(tmp_path, monkeypatch):
     """Directories, another run, a checkpoint that is damaged: all is left as it was."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # cannot be imported
     config = str(prepare(tmp_path))
     for argument, *said in (
         ("run.device=cuda", "run.device = 'cuda'", "no GPU"),
@@ -153,6 +158,7 @@ def test_runs_that_cannot_start_or_go_on(tmp_path, monkeypatch):
         (f"run.dir={config}/a/run", f"run.dir = '{config}/a/run'", "cannot be written"),
         (f"run.dir={tmp_path}/{'x' * 300}", "run.dir = ", "cannot be written"),
         ("model.width=100000000", "model.width = 100000000"),
+        ("run.wandb=project", "run.wandb = 'project'", "pip install 'lipnext_scale[wandb]'"),
     ):
         assert_refused_before_writing(tmp_path, ["--config", config, argument], *said)
     assert run_train("--config", config).code == 0
@@ -166,6 +172,20 @@ def test_runs_that_cannot_start_or_go_on(tmp_path, monkeypatch):
         assert_refused_before_writing(tmp_path, ["--config", config], str(shard))
     path = write(tmp_path / "run/config.yaml", "- 1")
     assert_refused(run_train("--config", config), f"{path}: must hold a mapping")
+
+
+@pytest.mark.parametrize("command", ["lipnext_scale.train", "data_prep.edm"])
+def test_ctrl_c_while_importing(tmp_path, command):
+    """Here it comes with the import of numpy: no traceback, the end of a process by that signal."""
+    write(tmp_path / "numpy.py", "import os, signal", "os.kill(os.getpid(), signal.SIGINT)")
+    done = subprocess.run(
+        [sys.executable, "-m", command, "--help"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.slow

@@ -15,8 +15,15 @@ def test_a_sound_run_passes_and_nothing_is_written(tmp_path: Path, ranks: str) -
     config = str(prepare(tmp_path))
     before = contents(tmp_path)
     outcome = run_train("--config", config, "--check", "--ranks", ranks, "run.device=cpu")
-    assert (outcome.code, outcome.out) == (0, f"run.dir: {tmp_path}/run\n"), outcome.err
+    assert (outcome.code, outcome.out) == (0, f"run.dir: {tmp_path}/run\nok\n")
+    assert outcome.err == ""
     assert contents(tmp_path) == before
+
+
+def test_classes_without_images_are_named(tmp_path: Path) -> None:
+    outcome = run_train("--config", str(prepare(tmp_path)), "--check", "model.num_classes=4")
+    said = "warning: model.num_classes = 4: the data has labels 0 to 2\n"
+    assert (outcome.code, outcome.err) == (0, said)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,7 @@ def test_a_sound_run_passes_and_nothing_is_written(tmp_path: Path, ranks: str) -
         ("data.batch_size=6", "data.batch_size = 6: must be a multiple of 4 process"),
         ("parallel.shard_size=3", "parallel.shard_size = 3: must divide the number of processes"),
         ("data.test=none-*.tar", "data.test = 'none-*.tar': no shard"),
+        ("run.init_from=none", "none: no such run directory, checkpoint or export"),
         ("--ranks-per-node=0", "argument --ranks-per-node: 0 must be a whole number"),
         ("parallel.engine=single", "parallel.engine = 'single': 4 processes were started"),
     ],

@@ -162,13 +162,14 @@ def test_asynchronous_checkpoints_are_the_same(tmp_path: Path) -> None:
 
 
 def start_from(
-    rank: int, world_size: int, directory: Path, export: Path, places: list[list[str]]
+    rank: int, world_size: int, directory: Path, origins: list[Path], places: list[list[str]]
 ) -> list[StateShards]:
-    """What runs hold that start from an export."""
+    """What runs hold that start from an export and from a run, in turn."""
     found = []
     for index, overrides in enumerate(places):
+        origin = f"run.init_from={origins[index % len(origins)]}"
         with arithmetic(dtype_of(overrides)):
-            trainer = build_trainer(directory / f"{index}", *overrides, f"run.init_from={export}")
+            trainer = build_trainer(directory / f"{index}", *overrides, origin)
             assert trainer.step == 0
             require_rows_of_owners(trainer)
         found.append(held_shards(trainer))
@@ -183,7 +184,7 @@ def start_from(
 def test_a_trained_model_is_exported_and_starts_runs(
     trained: Place, started: list[list[str]], tmp_path: Path
 ) -> None:
-    """The slow weights of all ranks are the model of the run; an export of it starts others."""
+    """The slow weights of all ranks are the model of the run; it and its export start others."""
     if trained[1]:
         pytest.importorskip("deepspeed")
     run, export = tmp_path / "run", tmp_path / "model.safetensors"
@@ -199,7 +200,8 @@ def test_a_trained_model_is_exported_and_starts_runs(
     assert_same_weights(weights, slow)
     assert not torch.equal(weights["head.weight"], tensors["model.head.weight"])
     save_export(model, export)
-    for shards in zip(*run_processes(2, start_from, tmp_path, export, started), strict=True):
+    origins = [export, run]
+    for shards in zip(*run_processes(2, start_from, tmp_path, origins, started), strict=True):
         loaded = joined(shards)
         found = named(loaded, "model")
         slow = named(loaded, "slow")

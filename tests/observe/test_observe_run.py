@@ -79,6 +79,24 @@ def test_a_continued_run_has_every_step_once(watched, tmp_path):
     assert [event.step for event in events.Scalars("drift/largest")] == list(range(1, LAST + 1))
 
 
+def test_weights_and_biases_gets_the_same(tmp_path, monkeypatch):
+    """Both processes of a continued run under one id, each with the steps that it trained."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    directory = tmp_path / "run"
+    for last in (3, LAST):
+        Trainer(recipe(directory, f"run.max_steps={last}", "run.wandb=project")).run()
+    name = (directory / "wandb_id").read_text()
+    logs = sorted(directory.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))
+    assert len(logs) == 2
+    for log, steps in zip(logs, ((1, 2, 3), (4, 5)), strict=True):
+        here = [record for record in records(directory) if record["step"] in steps]
+        for tag in {tag for record in here for tag in record} - {"step", "seconds"}:
+            assert tag.encode() in log.read_bytes()
+        losses = [repr(record["train/loss"]).encode() for record in here]
+        assert all(loss in log.read_bytes() for loss in losses)
+
+
 def test_the_watched_part_of_the_whole_set_is_the_whole_set(tmp_path):
     settings = ["run.max_steps=4", "loss.epsilon=0.2", "run.watch_samples=1000000"]
     trainer = Trainer(recipe(tmp_path / "run", *settings))

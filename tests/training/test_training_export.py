@@ -136,7 +136,7 @@ def test_weights_that_left_the_manifold_are_judged_by_their_bound(run, tmp_path,
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"depth": 3}, r"model\.depth = 3 there, 2 here"),
+        ({"depth": 3}, r"model\.depth = 3 there, 2 here\); model\.num_classes alone may differ"),
         ({"activation": "minmax"}, r"model\.activation = 'minmax' there"),
         ({}, r"blocks\.1\.W is not orthogonal"),
     ],
@@ -160,6 +160,25 @@ def test_a_suffix_that_is_not_written_is_refused(run, tmp_path, capsys):
     said = f"error: --out {tmp_path}/x.pt: must be a file NAME.safetensors, or a directory"
     assert stopped.value.code == 2 and capsys.readouterr().err.startswith(said)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_starts_from_another(run, tmp_path, capsys):
+    """Longer, from its weights; with other classes from its backbone, and the first line says so"""
+    longer = ["optim.epochs=6", f"run.init_from={run}"]
+    with pytest.raises(UserError, match=rf"optim.epochs = 4 there, 6 here.*run.init_from={run} to"):
+        Trainer(small_recipe(run, "optim.epochs=6"))
+    trainer = Trainer(small_recipe(tmp_path / "longer", *longer))
+    close = {"rtol": 0, "atol": 1e-5}  # M is W·R, and W is M·Rᵀ again
+    origin = dict(load_model(run).state_dict())
+    torch.testing.assert_close(dict(trainer.model.state_dict()), origin, **close)
+    classes = ["model.num_classes=12", "run.max_steps=1"]
+    trainer = Trainer(small_recipe(tmp_path / "other", f"run.init_from={run}", *classes))
+    torch.testing.assert_close(trainer.model.groups[0].bank, origin["groups.0.bank"], **close)
+    fresh = LipNeXt(trainer.model.config, seed=0).head
+    assert_same(dict(trainer.model.head.state_dict()), dict(fresh.state_dict()))
+    trainer.run()
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith(f"; backbone of {run}, and a new head: 12 classes, not 10")
 
 
 def test_an_export_as_a_directory(run, tmp_path):

@@ -13,6 +13,7 @@ from lipnext_scale.train import main
 from lipnext_scale.training import trainer as trainer_module
 from lipnext_scale.training.trainer import Trainer
 from lipnext_scale.utils.config import differences
+from lipnext_scale.utils.errors import RunFailed
 
 
 def test_the_loss_falls_and_the_matrices_stay_orthogonal(tmp_path):
@@ -160,3 +161,12 @@ def test_a_lack_of_memory_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(trainer_module.RunFailed, match=said):
         trainer.run()
     Trainer(small_recipe(tmp_path / "run", "parallel.accumulation=2", "run.max_steps=1")).run()
+
+
+def test_a_learning_rate_that_is_too_high_is_named(tmp_path, capsys):
+    """Once, after some lines that are no better than a guess; and where an update overflows."""
+    Trainer(small_recipe(tmp_path / "run", "optim.lr=10")).run()
+    said = "loss and accuracy are those of a guess: is optim.lr = 10 too high?"
+    assert capsys.readouterr().out.count(said) == 1
+    with pytest.raises(RunFailed, match=r"not finite; lower optim\.lr$"):  # and no checkpoint
+        Trainer(small_recipe(tmp_path / "worse", "optim.lr=1e30")).run()
