@@ -8,6 +8,8 @@ all and of every stage, against decoding alone with as many processes.
 gpu: see checks/gpu.py; also under torchrun.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import json
 import multiprocessing
 import os

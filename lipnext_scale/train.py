@@ -12,6 +12,8 @@ Settings of accelerate's configuration or a DeepSpeed file are taken over, and m
 rest (docs/engines.md). A run directory that holds a checkpoint is continued from it, exactly.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import argparse
 import os
 from contextlib import suppress
