@@ -77,7 +77,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.config is None and not arguments.overrides:
-        parser.error("nothing to train: give --config, such as --config configs/digits.yaml")
+        parser.error("nothing to train: give --config, such as --config builtin:digits.yaml")
     return arguments
 
 
