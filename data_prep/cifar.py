@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.common import reading
-from data_prep.convert import SetSource, conversion_options, conversion_parser, run_conversions
+from data_prep.convert import SetSource, conversion_parser, run_conversions
 from data_prep.sources import Collection, archived_files
 from lipnext_scale.utils.errors import UserError, command
 
@@ -88,8 +88,8 @@ class PixelCollection(Collection):
         digest.update(self._images.tobytes())
         return digest.hexdigest()
 
-    def estimated_bytes(self, i: int) -> int:
-        return PNG_BYTES
+    def sizes(self) -> np.ndarray:
+        return np.full(len(self), PNG_BYTES)
 
 
 class _DataOnly(pickle.Unpickler):
@@ -104,12 +104,9 @@ class _DataOnly(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return self.ALLOWED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, which is not data"
-            ) from None
+        if (module, name) not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not data")
+        return self.ALLOWED[module, name]
 
 
 def unpickled(content: bytes, where: str) -> dict[str, Any]:
@@ -148,43 +145,28 @@ def class_names(files: Mapping[str, bytes], edition: Edition) -> list[str]:
     """From the file for it; without that the labels' numbers."""
     if edition.meta not in files:
         return [str(label) for label in range(edition.classes)]
-    names: Any = unpickled(files[edition.meta], edition.meta).get(edition.names)
-    if not _are(names, bytes) or len(names) != edition.classes:
-        raise UserError(f"{edition.meta}: has no {edition.classes} names in {edition.names}")
-    return [name.decode(errors="replace") for name in names]
-
-
-def _are(values: Any, kind: type) -> bool:
-    return isinstance(values, list) and all(type(value) is kind for value in values)
+    values = unpickled(files[edition.meta], edition.meta)
+    with reading(edition.meta):
+        return [name.decode(errors="replace") for name in values[edition.names]]
 
 
 def collection(files: Mapping[str, bytes], edition: Edition, part: str) -> PixelCollection:
     """The images of "train" or "test", in the order of the files."""
-    batches = [_batch(files[file], file, edition) for file in edition.files[part]]
-    return PixelCollection(
-        class_names(files, edition),
-        np.concatenate([images for images, _, _ in batches]),
-        [label for _, labels, _ in batches for label in labels],
-        [name.decode(errors="replace") for _, _, names in batches for name in names],
-    )
-
-
-def _batch(
-    content: bytes, file: str, edition: Edition
-) -> tuple[np.ndarray, list[int], list[bytes]]:
-    """(images, labels, names) of one file."""
-    values = unpickled(content, file)
-    data: Any = values.get("data")
-    labels: Any = values.get(edition.labels)
-    names: Any = values.get("filenames")
-    size = 3 * SIDE**2
-    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape[1:] != (size,):
-        raise UserError(f"{file}: its data is no array of {size} bytes an image")
-    if not _are(labels, int) or not all(0 <= label < edition.classes for label in labels):
-        raise UserError(f"{file}: its {edition.labels} are no list of 0 to {edition.classes - 1}")
-    if not _are(names, bytes) or not len(data) == len(labels) == len(names):
-        raise UserError(f"{file}: its data, {edition.labels} and filenames do not match")
-    return data.reshape(-1, 3, SIDE, SIDE), labels, names
+    images: list[np.ndarray] = []
+    labels: list[int] = []
+    names: list[str] = []
+    for file in edition.files[part]:
+        values = unpickled(files[file], file)
+        with reading(file):
+            images.append(values["data"].reshape(-1, 3, SIDE, SIDE))
+            labels += values[edition.labels]
+            names += [name.decode(errors="replace") for name in values["filenames"]]
+        if not set(labels) <= set(range(edition.classes)) or images[-1].dtype != np.uint8:
+            right = f"bytes and {edition.labels} from 0 to {edition.classes - 1}"
+            raise UserError(f"{file}: holds other values than {right}")
+        if not sum(map(len, images)) == len(labels) == len(names):
+            raise UserError(f"{file}: its data, {edition.labels} and filenames do not match")
+    return PixelCollection(class_names(files, edition), np.concatenate(images), labels, names)
 
 
 def provenance(files: Mapping[str, bytes], edition: Edition) -> dict[str, Any]:
@@ -211,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     edition = edition_of(files, arguments.coarse, arguments.source)
     source = provenance(files, edition)
     sets = [SetSource(part, collection(files, edition, part), source) for part in edition.files]
-    run_conversions(sets, conversion_options(arguments, "data_prep.cifar"))
+    run_conversions(sets, arguments)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ import lipnext_scale.utils.passive  # noqa: F401
 import argparse
 import multiprocessing
 import os
-import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
+    CancelledError,
     Future,
     ProcessPoolExecutor,
     ThreadPoolExecutor,
@@ -26,8 +25,10 @@ import numpy as np
 
 from lipnext_scale.data.catalog import is_remote, resolve_shards
 from lipnext_scale.data.index import index_paths, set_name
+from lipnext_scale.data.loader import end_with_parent
+from lipnext_scale.utils.collectives import reason_of
 from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError
-from lipnext_scale.utils.files import nearest_existing
+from lipnext_scale.utils.files import free_bytes
 from lipnext_scale.utils.progress import Progress
 
 LOOK_SECONDS = 0.25  # between two looks at the progress of worker processes
@@ -53,14 +54,12 @@ def number(
     allowed = f"at least {lowest}" if highest is None else f"{lowest} to {highest}"
 
     def parse(text: str) -> int | float:
-        try:
-            value: int | float = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        value: int | float = kind(text)
         if not lowest <= value or (highest is not None and value > highest):
             raise argparse.ArgumentTypeError(f"{text}: must be {allowed}")
         return value
 
+    parse.__name__ = "number"  # so argparse calls what is none
     return parse
 
 
@@ -93,22 +92,11 @@ def writing(what: object, hint: str = "") -> Iterator[None]:
         raise UserError(f"{what}: cannot be written: {reason_of(error)}{hint}") from None
 
 
-def reason_of(error: Exception) -> str:
-    """In one line."""
-    text = getattr(error, "strerror", None) or str(error).split("\n")[0]
-    return text or type(error).__name__
-
-
 def text_lines(path: Path) -> list[str]:
     """The stripped lines of a text file, without empty ones."""
     with reading(path):
         lines = path.read_text(encoding="utf-8").splitlines()
     return [line.strip() for line in lines if line.strip()]
-
-
-def free_bytes(path: Path) -> int:
-    """On the disk that a path is or will be on."""
-    return shutil.disk_usage(nearest_existing(path)).free
 
 
 def require_space(out: Path, needed: int) -> None:
@@ -217,7 +205,8 @@ def in_processes(
     """
     context = multiprocessing.get_context("fork")
     done, stop = context.Value("Q", 0), context.RawValue("b", 0)
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (function, done, stop))
+    shared = (os.getpid(), function, done, stop)
+    pool = ProcessPoolExecutor(workers, context, _start_worker, shared)
     shown = 0
     try:
         futures = {pool.submit(_work, task): task for task in tasks}
@@ -239,26 +228,14 @@ def in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-class _Stopped(Exception):
-    """Another task failed: this one need not be finished."""
+_worker: tuple[Any, ...]  # the function, `done` and `stop` of in_processes
 
 
-_worker: tuple[Callable[[Any, Callable[[], None]], Any], Any, Any]
-
-
-def _start_worker(function: Callable[[Any, Callable[[], None]], Any], done: Any, stop: Any) -> None:
+def _start_worker(parent: int, *worker: Any) -> None:
     global _worker
-    _worker = function, done, stop
+    _worker = worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sets `stop`
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A worker must not go on writing for a parent that was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    end_with_parent(parent)  # it must not go on writing for one that was killed
 
 
 def _work(task: Any) -> Any:
@@ -267,7 +244,7 @@ def _work(task: Any) -> Any:
     def advance() -> None:
         with done.get_lock():
             done.value += 1
-        if stop.value:
-            raise _Stopped
+        if stop.value:  # another task has failed
+            raise CancelledError
 
     return function(task, advance)

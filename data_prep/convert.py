@@ -4,15 +4,14 @@ The order of the samples follows from the seed, a shard's samples from the order
 samples. So shards can be made in any order, by any number of processes, now or later. A journal has
 what is finished:
 
-    train.journal/plan.json      what is being written: settings, source, classes
-    train.journal/000012.json    shard 12 is finished: its size, sha256, records, bad images
+    train.journal/plan.json                     what is being written: settings, source, classes
+    train.journal/000012.index.json and .npy    shard 12 is finished: an index of it alone
 
 A shard is noted after it is renamed into place. A shard without its note is written again, to the
 same bytes. The journal goes when the index is there.
 """
 
 import argparse
-import base64
 import fcntl
 import gzip
 import io
@@ -24,8 +23,7 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -36,7 +34,6 @@ from data_prep.common import (
     LOG_SECONDS,
     class_counts,
     command_parser,
-    free_bytes,
     in_processes,
     number,
     reading,
@@ -56,8 +53,15 @@ from lipnext_scale.data.index import (
     read_index,
     write_index,
 )
+from lipnext_scale.utils.config import leaves
 from lipnext_scale.utils.errors import ArgumentParser, UserError
-from lipnext_scale.utils.files import PARTIAL, atomic_file, file_sha256, write_atomically
+from lipnext_scale.utils.files import (
+    PARTIAL,
+    atomic_file,
+    file_sha256,
+    free_bytes,
+    write_atomically,
+)
 from lipnext_scale.utils.progress import Progress
 
 SHARD_BYTES = 100_000_000
@@ -77,20 +81,6 @@ _NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9_-]+")
 
 # --------------------------------------------------------------------------------------------------
 # The options that all converters share.
-
-
-@dataclass(frozen=True)
-class ConversionOptions:
-    """How a set is written; `converter` is the command's name, such as data_prep.cifar."""
-
-    converter: str
-    out: Path
-    seed: int = 0
-    shard_samples: int = 0  # 0: by the samples' size
-    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
-    rules: ImageRules = ImageRules()
-    on_bad: str = "fail"
-    dry_run: bool = False
 
 
 def conversion_parser(name: str, doc: str | None) -> ArgumentParser:
@@ -113,28 +103,12 @@ def conversion_parser(name: str, doc: str | None) -> ArgumentParser:
     bad = "damaged or unknown images: name them and fail (default), or leave them out and list them"
     add("--on-bad", choices=("fail", "skip"), default="fail", help=bad)
     add("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    parser.set_defaults(converter=parser.prog)
     return parser
-
-
-def conversion_options(arguments: argparse.Namespace, converter: str) -> ConversionOptions:
-    shared = ("out", "seed", "shard_samples", "workers", "on_bad", "dry_run")
-    rules = ImageRules(arguments.short_side, arguments.quality, arguments.max_pixels)
-    given = {name: getattr(arguments, name) for name in shared}
-    return ConversionOptions(converter, rules=rules, **given)
 
 
 # --------------------------------------------------------------------------------------------------
 # The journal.
-
-
-@dataclass(frozen=True)
-class ShardNote:
-    """A finished shard. `changes` counts what was done to images; `skipped` are the bad ones."""
-
-    entry: ShardEntry
-    records: np.ndarray
-    skipped: list[dict[str, str]]
-    changes: dict[str, int]
 
 
 class Journal:
@@ -147,35 +121,17 @@ class Journal:
 
     def plan(self) -> dict[str, Any] | None:
         """What the unfinished set here is, None if there is none."""
-        try:
-            return dict(json.loads(self._plan.read_bytes()))
-        except FileNotFoundError:
-            return None
+        return dict(json.loads(self._plan.read_bytes())) if self._plan.exists() else None
 
     def begin(self, plan: dict[str, Any]) -> None:
         self.directory.mkdir()
         write_atomically(self._plan, json.dumps(plan).encode())
 
-    def write(self, shard: int, note: ShardNote) -> None:
-        packed = base64.b64encode(note.records.tobytes()).decode()
-        facts = {"skipped": note.skipped, "changes": note.changes}
-        values = {"entry": asdict(note.entry), "records": packed, **facts}
-        write_atomically(self._note_path(shard), json.dumps(values).encode())
-
-    def finished(self, shards: int) -> dict[int, ShardNote]:
+    def finished(self) -> dict[int, SetIndex]:
         """The notes of shards that are here in their full size. A shard is synced before it is
         renamed, so its bytes are not read again."""
-        found = {}
-        for shard in range(shards):
-            try:
-                values = json.loads(self._note_path(shard).read_bytes())
-                entry = ShardEntry(**values["entry"])
-                records = np.frombuffer(base64.b64decode(values["records"]), dtype=RECORD)
-                if (self._out / entry.file).stat().st_size == entry.bytes:
-                    found[shard] = ShardNote(entry, records, values["skipped"], values["changes"])
-            except FileNotFoundError:
-                continue
-        return found
+        notes = [read_index(path) for path in self.directory.glob("*.index.json")]
+        return {int(note.name): note for note in notes if is_here(self._out, note.shards[0])}
 
     def remove(self) -> None:
         """The plan first: without it the rest is no journal."""
@@ -191,8 +147,10 @@ class Journal:
             for path in self._out.glob(pattern):
                 path.unlink()
 
-    def _note_path(self, shard: int) -> Path:
-        return self.directory / f"{shard:06d}.json"
+
+def is_here(directory: Path, shard: ShardEntry) -> bool:
+    path = directory / shard.file
+    return path.exists() and path.stat().st_size == shard.bytes
 
 
 @contextmanager
@@ -200,7 +158,14 @@ def only_conversion_in(out: Path) -> Iterator[None]:
     """Keep other conversions out of the directory until this one and all its workers have ended:
     forked workers share the lock."""
     path, deadline = out / LOCK, time.monotonic() + PATIENCE
-    while (descriptor := _locked(path)) is None:
+    while True:
+        lock = path.open("a")
+        with suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The lock of a file that was removed meanwhile excludes no process.
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                break
+        lock.close()
         if time.monotonic() > deadline:
             raise UserError(
                 f"--out {out}: another conversion is writing there; wait for it, or give another "
@@ -211,21 +176,7 @@ def only_conversion_in(out: Path) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _locked(path: Path) -> int | None:
-    """A descriptor that holds the lock, unless its file was removed meanwhile: the lock of a file
-    without a name excludes no process."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(descriptor)
-    return None
+        lock.close()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,33 +226,33 @@ def default_shard_samples(sizes: np.ndarray) -> int:
 def _share(collection: Collection, rules: ImageRules) -> float:
     """What is left of the bytes when images are scaled down, by some that are spread over the set:
     by their full size the disk would seem too small, and shards would become so."""
-    before = after = 0
+    before, after, sizes = 0, 0, collection.sizes()
     places = np.linspace(0, len(collection) - 1, PROBES if rules.short_side else 0).astype(int)
     for i in sorted(set(places.tolist())):
         try:
             after += len(stored_image(collection.load(i), rules).content)
         except (BadImage, OSError):  # the conversion reports it
             continue
-        before += collection.estimated_bytes(i)
+        before += int(sizes[i])
     return round(after / before, 2) or 0.01 if before else 1.0
 
 
 class SetPlan:
-    """A set as the options want it written; `converter` and `source` go into its index."""
+    """A set as the options of `conversion_parser` want it written; `converter` and `source` go into
+    its index."""
 
-    def __init__(self, one: SetSource, options: ConversionOptions) -> None:
+    def __init__(self, one: SetSource, options: argparse.Namespace) -> None:
         self.name, self.options, self._collection = one.name, options, one.collection
         collection = self._collection
         self.samples = len(collection)
         if not self.samples:
             raise UserError(f"{one.name}: the source holds no samples")
-        estimates = (collection.estimated_bytes(i) for i in range(self.samples))
-        sizes = np.fromiter(estimates, np.int64, self.samples) * _share(collection, options.rules)
+        self._rules = rules = ImageRules(options.short_side, options.quality, options.max_pixels)
+        sizes = collection.sizes() * _share(collection, rules)
         self._bytes = np.ceil(sizes / BLOCK).astype(np.int64) * BLOCK + SAMPLE_OVERHEAD
         self.shard_samples = options.shard_samples or default_shard_samples(self._bytes)
         self.shards = -(-self.samples // self.shard_samples)
         # What the bytes depend on: not --workers, and --quality only where images are scaled.
-        rules = options.rules
         settings = {"seed": options.seed, "shard_samples": self.shard_samples}
         settings |= {"short_side": rules.short_side, "max_pixels": rules.max_pixels}
         settings |= {"quality": rules.quality} if rules.short_side else {}
@@ -333,25 +284,25 @@ class SetPlan:
             return 0
         return self.estimated_bytes(set(range(self.shards)) - set(state or ()))
 
-    def state(self) -> SetIndex | dict[int, ShardNote] | None:
+    def state(self) -> SetIndex | dict[int, SetIndex] | None:
         """What is there of the set: its index if it is complete, else the notes of the shards that
         are finished, or nothing; of anything else, a UserError. Where bad images are to fail, a
         shard that was finished without some is made again: they may have been fixed."""
-        out, strict = self.options.out, self.options.on_bad == "fail"
+        out = self.options.out
         journal = Journal(out, self.name)
-        plan = journal.plan()
-        if plan is not None:
+        if (plan := journal.plan()) is not None:
             _require_same(journal.directory, "an unfinished set", plan, self.identity)
-            notes = journal.finished(self.shards)
-            return {k: note for k, note in notes.items() if not (strict and note.skipped)}
+            notes = journal.finished().items()
+            skips = self.options.on_bad == "skip"
+            return {shard: note for shard, note in notes if skips or not note.skipped}
         path = index_paths(out, self.name)[0]
         if path.exists():
-            return self._complete(path, strict)
+            return self._complete(path)
         for stray in sorted(out.glob(f"{self.name}-*.tar*")):
             raise UserError(f"{stray}: belongs to no known set; remove it, or give another --out")
         return None
 
-    def _complete(self, path: Path, strict: bool) -> SetIndex:
+    def _complete(self, path: Path) -> SetIndex:
         """The index that is there, of this set."""
         index = read_index(path)
         # An earlier version may have written it.
@@ -360,21 +311,20 @@ class SetPlan:
         there = {"converter": converter, "source": index.source, "classes": index.classes}
         _require_same(path, "another set", there, self.identity)
         for shard in index.shards:
-            file = path.parent / shard.file
-            if not file.exists() or file.stat().st_size != shard.bytes:
+            if not is_here(path.parent, shard):
                 raise UserError(
-                    f"{file}: is missing or not of the size in {path.name}; remove {path.name} and "
-                    "the set's shards to convert it again"
+                    f"{path.parent / shard.file}: is missing or not of the size in {path.name}; "
+                    f"remove {path.name} and the set's shards to convert it again"
                 )
-        if strict and index.skipped:
+        if index.skipped and self.options.on_bad == "fail":
             raise UserError(
                 f"{self.name}: is complete, but without {len(index.skipped)} bad images; accept it "
                 "with --on-bad skip, or remove it"
             )
         return index
 
-    def make(self, shard: int, advance: Callable[[], None]) -> ShardNote:
-        """Write a shard, and note it; `advance` is called after each sample."""
+    def make(self, shard: int, advance: Callable[[], None]) -> SetIndex:
+        """Write a shard, and its note; `advance` is called after each sample."""
         path = self.options.out / f"{self.name}-{shard:06d}.tar"
         rows: list[tuple[int, ...]] = []
         skipped: list[dict[str, str]] = []
@@ -383,7 +333,7 @@ class SetPlan:
             with atomic_file(path) as file, open_tar(file) as tar:
                 for number in self.numbers(shard).tolist():
                     try:
-                        image = stored_image(self._loaded(number), self.options.rules)
+                        image = stored_image(self._loaded(number), self._rules)
                     except BadImage as error:
                         name = printable(self._collection.name(number))
                         skipped.append({"name": name, "reason": printable(str(error))})
@@ -393,9 +343,15 @@ class SetPlan:
                     advance()
             records, size, digest = np.array(rows, RECORD), path.stat().st_size, file_sha256(path)
             entry = ShardEntry(path.name, len(rows), size, digest, class_counts(records))
-            note = ShardNote(entry, records, skipped, dict(changes))
-            Journal(self.options.out, self.name).write(shard, note)
-        return note
+            journal = Journal(self.options.out, self.name).directory
+            return write_index(
+                journal,
+                f"{shard:06d}",
+                [entry],
+                records,
+                converter={"changed": dict(changes)},
+                skipped=skipped,
+            )
 
     def _loaded(self, number: int) -> bytes | np.ndarray:
         try:
@@ -414,31 +370,30 @@ class SetPlan:
 
 
 def _require_same(where: Path, what: str, there: dict[str, Any], identity: dict[str, Any]) -> None:
-    if differences := list(_differences(there, json.loads(json.dumps(identity)))):
+    has, asked = leaves(there), leaves(json.loads(json.dumps(identity)))
+    differences = []
+    for key in {**asked, **has}:
+        name = key.removeprefix("converter.").removeprefix("settings.")
+        if has.get(key) == asked.get(key):
+            continue
+        if key == "source.fingerprint":
+            differences.append("the names, labels or sizes in its source differ")
+        elif key == "classes":
+            differences.append("its classes differ")
+        else:
+            differences.append(f"its {name} differs: {has.get(key)}, asked for {asked.get(key)}")
+    if differences:
         raise UserError(
             f"{where}: {what} is there: {', '.join(differences)}; give another --out, or remove it "
             "with its shards"
         )
 
 
-def _differences(there: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for name in {**asked, **there}:
-        has, wanted = there.get(name), asked.get(name)
-        if isinstance(has, dict) and isinstance(wanted, dict):
-            inner = "" if name in ("converter", "settings") else f"{name}."
-            yield from _differences(has, wanted, inner)
-        elif has != wanted and name == "fingerprint":
-            yield "the names, labels or sizes in its source differ"
-        elif has != wanted:
-            values = "" if name == "classes" else f": {has}, asked for {wanted}"
-            yield f"its {prefix}{name} differ{'s'[: name != 'classes']}{values}"
-
-
 # --------------------------------------------------------------------------------------------------
 # Writing.
 
 
-def run_conversions(sets: Sequence[SetSource], options: ConversionOptions) -> None:
+def run_conversions(sets: Sequence[SetSource], options: argparse.Namespace) -> None:
     """Write sets; all are planned, and the disk is looked at, before the first byte is written."""
     plans = [SetPlan(one, options) for one in sets]
     with reading(f"--out {options.out}"):
@@ -487,7 +442,7 @@ def _write_set(plan: SetPlan) -> None:
     print(f"{plan.name}: {made}; it took {seconds:.1f} s")
 
 
-def _all_notes(plan: SetPlan, finished: dict[int, ShardNote]) -> dict[int, ShardNote]:
+def _all_notes(plan: SetPlan, finished: dict[int, SetIndex]) -> list[SetIndex]:
     """Make the shards that are not there; the notes of all, in their order."""
     jobs = [shard for shard in range(plan.shards) if shard not in finished]
     done = plan.samples - sum(len(plan.numbers(shard)) for shard in jobs)
@@ -503,11 +458,11 @@ def _all_notes(plan: SetPlan, finished: dict[int, ShardNote]) -> dict[int, Shard
             notes[shard] = note
             for bad in note.skipped:
                 progress.say(f"{plan.name}: bad: {bad['name']}: {bad['reason']}")
-    return dict(sorted(notes.items()))
+    return [notes[shard] for shard in range(plan.shards)]
 
 
-def _write_index(plan: SetPlan, notes: dict[int, ShardNote]) -> SetIndex:
-    skipped = [bad for note in notes.values() for bad in note.skipped]
+def _write_index(plan: SetPlan, notes: list[SetIndex]) -> SetIndex:
+    skipped = [bad for note in notes for bad in note.skipped]
     if len(skipped) == plan.samples:
         raise UserError(f"{plan.name}: all {len(skipped)} images are bad")
     if skipped and plan.options.on_bad == "fail":
@@ -517,13 +472,14 @@ def _write_index(plan: SetPlan, notes: dict[int, ShardNote]) -> SetIndex:
             "leave them out with --on-bad skip; finished shards are kept"
         )
     changes: Counter[str] = Counter()
-    for note in notes.values():
-        changes.update(note.changes)
+    for note in notes:
+        changes.update(note.converter["changed"])
+    journal = Journal(plan.options.out, plan.name).directory
     return write_index(
         plan.options.out,
         plan.name,
-        [note.entry for note in notes.values()],
-        np.concatenate([note.records for note in notes.values()]),
+        [note.shards[0] for note in notes],
+        np.concatenate([np.load(index_paths(journal, note.name)[1]) for note in notes]),
         plan.classes,
         plan.source,
         plan.converter | {"changed": dict(sorted(changes.items()))},

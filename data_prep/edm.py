@@ -20,7 +20,7 @@ import re
 import struct
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
@@ -32,12 +32,11 @@ from data_prep.common import (
     LOG_SECONDS,
     number,
     reading,
-    reason_of,
     require_space,
     text_lines,
     writing,
 )
-from data_prep.convert import SetSource, conversion_options, conversion_parser, run_conversions
+from data_prep.convert import SetSource, conversion_parser, run_conversions
 from data_prep.encoding import BadImage
 from data_prep.sources import (
     Collection,
@@ -48,6 +47,7 @@ from data_prep.sources import (
     sorted_entries,
     subfolders,
 )
+from lipnext_scale.utils.collectives import reason_of
 from lipnext_scale.utils.errors import UserError, command
 from lipnext_scale.utils.progress import Progress
 
@@ -90,21 +90,17 @@ class ZipImages(Listing):
     """A collection of zip members."""
 
     def __init__(
-        self,
-        path: Path,
-        classes: Sequence[str],
-        members: Mapping[str, zipfile.ZipInfo],
-        labels: Mapping[str, int],
+        self, path: Path, members: Mapping[str, zipfile.ZipInfo], labels: Mapping[str, int]
     ) -> None:
         infos = [members[name] for name in labels]
         files = [ImageFile(m.filename, labels[m.filename], m.file_size) for m in infos]
-        super().__init__(path, classes, files)
+        super().__init__(path, [], files)
         columns = ("header_offset", "compress_size", "CRC", "compress_type", "flag_bits")
         self._facts = {c: np.array([getattr(m, c) for m in infos], np.int64) for c in columns}
 
     def load(self, i: int) -> bytes:
         info = zipfile.ZipInfo(self.name(i))
-        info.file_size = self.estimated_bytes(i)
+        info.file_size = int(self._sizes[i])
         for name, column in self._facts.items():
             setattr(info, name, int(column[i]))
         try:
@@ -131,9 +127,7 @@ def zip_labels(path: Path, members: Mapping[str, zipfile.ZipInfo]) -> dict[str, 
     where = f"--source {path}: its {LABELS}"
     with reading(where):
         text = read_member(path, members[LABELS])
-    labels = dataset_labels(text, where)
-    require_all_labelled(f"--source {path}", {name for name in members if is_image(name)}, labels)
-    return {name: labels[name] for name in sorted(labels, key=os.fsencode)}
+    return dataset_labels(text, where, filter(is_image, members))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -208,8 +202,8 @@ class NpzImages(Collection):
         digest.update(self.labels.astype("<i8").tobytes())
         return digest.hexdigest()
 
-    def estimated_bytes(self, i: int) -> int:
-        return int(PNG_SHARE * np.prod(self.shape[1:])) + 100
+    def sizes(self) -> np.ndarray:
+        return np.full(len(self), int(PNG_SHARE * math.prod(self.shape[1:])) + 100)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -224,7 +218,7 @@ def class_folder_files(root: Path, names: Sequence[str]) -> list[ImageFile]:
             f"--source {root}: has no class folders and no {LABELS} with "
             '{"labels": [["NAME", LABEL], …]}'
         )
-    if loose := image_names(root):
+    if loose := [entry.name for entry in sorted_entries(root) if is_image(entry.name)]:
         raise UserError(f"--source {root}: holds {loose[0]!r} beside the class folders")
     files = []
     for folder in folders:
@@ -244,13 +238,13 @@ def edm_folder_files(root: Path) -> list[ImageFile]:
     """EDM's folder: dataset.json has the labels of all images below."""
     with reading(root / LABELS):
         text = (root / LABELS).read_bytes()
-    labels, names = dataset_labels(text, str(root / LABELS)), image_names(root, recursive=True)
-    require_all_labelled(str(root / LABELS), set(names), labels)
-    return [ImageFile(name, labels[name], (root / name).stat().st_size) for name in names]
+    labels = dataset_labels(text, str(root / LABELS), image_names(root))
+    return [ImageFile(name, label, (root / name).stat().st_size) for name, label in labels.items()]
 
 
-def dataset_labels(text: bytes, where: str) -> dict[str, int]:
-    """{"labels": [["00000/img00000000.png", 3], …]} as name → label."""
+def dataset_labels(text: bytes, where: str, images: Iterable[str]) -> dict[str, int]:
+    """{"labels": [["00000/img00000000.png", 3], …]} as name → label, in the order of the names:
+    those of all images, and no others."""
     try:
         pairs: Any = json.loads(text)["labels"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -265,73 +259,57 @@ def dataset_labels(text: bytes, where: str) -> dict[str, int]:
         if name in labels:
             raise UserError(f"{where} has {name!r} twice")
         labels[name] = label
-    return labels
-
-
-def require_all_labelled(where: str, images: set[str], labels: Mapping[str, int]) -> None:
-    """Every image has a label, every label its image."""
-    for name in sorted(images ^ labels.keys()):
-        missing = "image" if name in labels else "label"
-        raise UserError(f"{where}: {name!r} has no {missing}")
+    for name in sorted(set(images) ^ labels.keys()):
+        raise UserError(f"{where}: {name!r} has no {'image' if name in labels else 'label'}")
+    return {name: labels[name] for name in sorted(labels, key=os.fsencode)}
 
 
 def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def image_names(root: Path, recursive: bool = False, below: str = "") -> list[str]:
-    """The images in a folder by their paths from `root`, sorted; links to folders are not
-    followed."""
-    found: list[str] = []
-    for entry in sorted_entries(root / below):
-        if recursive and entry.is_dir(follow_symlinks=False):
-            found += image_names(root, recursive, f"{below}{entry.name}/")
-        elif is_image(entry.name) and entry.is_file():
-            found.append(below + entry.name)
-    return sorted(found, key=os.fsencode)
+def image_names(root: Path) -> list[str]:
+    """The images below a folder by their paths from there; links to folders are not followed."""
+    with reading(root):
+        paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    shown = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
+    return [path.as_posix() for path in shown if is_image(path.name)]
 
 
 # --------------------------------------------------------------------------------------------------
 # The command.
 
 
-def class_names(
-    labels: Sequence[int] | np.ndarray, names: list[str], number: int, source: Path
-) -> list[str]:
+def class_names(labels: np.ndarray, names: list[str], number: int, source: Path) -> list[str]:
     """The classes' names, if the labels are among them; `number`: of classes, 0 if not known."""
     lowest, highest = int(np.min(labels)), int(np.max(labels))
     count = number or min(highest + 1, MOST_CLASSES)
     if lowest < 0 or highest >= count:
-        allowed = f"0 to {(number or MOST_CLASSES) - 1}"
         reason = f", for there are {number} classes" if number else ""
         raise UserError(
-            f"--source {source}: has labels from {lowest} to {highest}; they must be {allowed}"
-            f"{reason}"
+            f"--source {source}: has labels from {lowest} to {highest}; they must be 0 to "
+            f"{(number or MOST_CLASSES) - 1}{reason}"
         )
     return names or [str(label) for label in range(count)]
 
 
-def open_source(source: Path, names: list[str], number: int) -> tuple[Collection, str]:
-    """The collection of a source in any form, and what that form is."""
+def open_source(source: Path, names: list[str]) -> tuple[Collection, str]:
+    """The collection of a source in any form, without its classes, and what that form is."""
     if source.is_dir():
         edm = (source / LABELS).exists()
         files = edm_folder_files(source) if edm else class_folder_files(source, names)
         if not files:
             raise UserError(f"--source {source}: holds no images")
-        classes = class_names([file.label for file in files], names, number, source)
         form = f"EDM's folder with {LABELS}" if edm else "a folder for each class"
-        return FolderImages(source, classes, files), form
+        return FolderImages(source, [], files), form
     if not source.is_file():
         raise UserError(f"--source {source}: there is no such file or folder")
     members = zip_directory(source)
     if LABELS not in members and any(name.endswith(".npy") for name in members):
         npz = NpzImages(source, members)
-        npz.classes = class_names(npz.labels, names, number, source)
         _, height, width, channels = npz.shape
         return npz, f"an .npz of {height}×{width} images with {channels} channels"
-    in_zip = zip_labels(source, members)
-    classes = class_names(list(in_zip.values()), names, number, source)
-    return ZipImages(source, classes, members, in_zip), "EDM's zip"
+    return ZipImages(source, members, zip_labels(source, members)), "EDM's zip"
 
 
 @command
@@ -353,13 +331,13 @@ def main(argv: list[str] | None = None) -> None:
     if names and count not in (None, len(names)):
         raise UserError(f"--num-classes {count}: but --classes-file names {len(names)}")
     source: Path = arguments.source
-    collection, form = open_source(source, names, count or len(names))
+    collection, form = open_source(source, names)
+    collection.classes = class_names(collection.labels, names, count or len(names), source)
     print(f"{source}: {form}: {len(collection):,} images of {len(collection.classes):,} classes")
     if isinstance(collection, NpzImages) and not arguments.dry_run:
         collection.prepare(arguments.out)
     origin = {"data": "generated images", "form": form}
-    options = conversion_options(arguments, "data_prep.edm")
-    run_conversions([SetSource(name, collection, origin)], options)
+    run_conversions([SetSource(name, collection, origin)], arguments)
 
 
 if __name__ == "__main__":

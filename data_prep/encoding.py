@@ -24,8 +24,9 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from data_prep.common import LONGEST_SIDE, reason_of
+from data_prep.common import LONGEST_SIDE
 from lipnext_scale.data.decode import png_damage
+from lipnext_scale.utils.collectives import reason_of
 
 CMYK_QUALITY = 95
 FORMATS = ("PNG", "WEBP", "BMP", "GIF", "TIFF")

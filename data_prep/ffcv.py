@@ -13,6 +13,7 @@ import os
 import queue
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from copy import copy
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from data_prep.common import (
     LONGEST_SIDE,
     class_counts,
     command_parser,
-    free_bytes,
     in_processes,
     number,
     require_space,
@@ -45,7 +45,7 @@ from lipnext_scale.data.index import (
 )
 from lipnext_scale.data.source import SampleStore
 from lipnext_scale.utils.errors import UserError, command
-from lipnext_scale.utils.files import atomic_file, file_sha256
+from lipnext_scale.utils.files import atomic_file, file_sha256, free_bytes
 from lipnext_scale.utils.progress import Progress
 
 # FFCV's RGBImageField has these modes, and for each these options beside max_resolution.
@@ -56,7 +56,6 @@ MODES = {
     "proportion": ("jpeg_quality", "compress_probability"),
 }
 SMALLEST_PAGE = 1 << 23  # FFCV's default; an image lies in one page
-CHUNK = 100  # samples that a worker takes at a time
 
 
 class Decoded:
@@ -95,25 +94,6 @@ def written_sizes(samples: Decoded, longest: int) -> np.ndarray:
     return np.where(scale < 1, (sizes * scale).astype(np.int64), sizes)
 
 
-class Chunks:
-    """The sample numbers in pieces, for any worker that asks: what FFCV takes for its queue."""
-
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self._next = multiprocessing.get_context("fork").Value("Q", 0)
-
-    @property
-    def empty(self) -> bool:
-        return self._next.value >= self._samples
-
-    def get(self) -> list[tuple[int, int]] | None:
-        """[(number in the file, number in the shards), …]; None at the end."""
-        with self._next:
-            start = self._next.value
-            self._next.value += CHUNK
-        return [(i, i) for i in range(start, min(start + CHUNK, self._samples))] or None
-
-
 def write_beton(writer: Any, samples: Decoded, workers: int, title: str) -> None:
     """FFCV's DatasetWriter.from_indexed_dataset, which waits forever if a worker fails.
     `writer` is FFCV's DatasetWriter."""
@@ -123,25 +103,29 @@ def write_beton(writer: Any, samples: Decoded, workers: int, title: str) -> None
     writer.num_samples = len(samples)
     writer.prepare()
     allocator = MemoryAllocator(writer.fname, writer.data_region_start, writer.page_size)
-    chunks, done = Chunks(len(samples)), multiprocessing.get_context("fork").Value("Q", 0)
+    done = multiprocessing.get_context("fork").Value("Q", 0)
 
-    def work(task: int, advance: Callable[[], None]) -> list[tuple[int, int, int]]:
+    def work(numbers: range, advance: Callable[[], None]) -> list[tuple[int, int, int]]:
         """What was allocated: (sample, place, bytes)."""
-        if chunks.empty:  # this process may have done another's task
-            return []
         cv2.setNumThreads(0)  # a forked process has none of OpenCV's threads, and needs none
-        samples.advance, results = advance, queue.SimpleQueue[list[tuple[int, int, int]]]()
-        shared = (chunks, writer.metadata_sm, writer.metadata_type, writer.fields, allocator, done)
+        samples.advance = advance
+        own = copy(allocator)  # of its pages, for a process may do several parts
+        own.allocations = []
+        chunks, results = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+        chunks.put([(number, number) for number in numbers])  # in the file, in the shards
+        chunks.put(None)
+        shared = (writer.metadata_sm, writer.metadata_type, writer.fields, own, done)
         try:
-            worker_job_indexed_dataset(*shared, results, samples)
+            worker_job_indexed_dataset(chunks, *shared, results, samples)
         except (cv2.error, ValueError) as error:
             name, reason = samples.store.name(samples.current), " ".join(str(error).split())
             raise UserError(f"{name} cannot be written by FFCV: {reason}") from None
-        return results.get()
+        return list(results.get())
 
+    edges = [len(samples) * worker // workers for worker in range(workers + 1)]
     progress = Progress(len(samples), unit="image", title=title, log_seconds=LOG_SECONDS)
     try:
-        parts = in_processes(work, range(workers), workers, progress.advance)
+        parts = in_processes(work, [*map(range, edges, edges[1:])], workers, progress.advance)
         writer.finalize(sorted(allocation for _, part in parts for allocation in part))
     finally:
         progress.close()

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.common import LARGEST_SEED, number, reading, text_lines
-from data_prep.convert import SetSource, conversion_options, conversion_parser, run_conversions
+from data_prep.convert import SetSource, conversion_parser, run_conversions
 from data_prep.sources import (
     FolderImages,
     ImageFile,
@@ -112,7 +112,7 @@ class TarSource:
         return TarImages(self.splits[split], classes, files)
 
     def _train_files(self, labels: Mapping[str, int]) -> list[ImageFile]:
-        found: list[tuple[str, str, int, int]] = []
+        files: list[ImageFile] = []
         tar = self.splits["train"]
         with reading(tar), tar.open("rb") as outer, tar.open("rb") as inner:
             for entry in tar_files(outer):
@@ -120,12 +120,10 @@ class TarSource:
                 if entry.name.endswith(".tar") and name in labels:
                     inner.seek(entry.offset_data)
                     with reading(f"{tar}: its {entry.name}"):
-                        images = [(m.name, m.offset_data, m.size) for m in tar_files(inner)]
-                    found += [(name, *image) for image in images]
-        return [
-            ImageFile(f"{name}/{Path(image).name}", labels[name], size, place)
-            for name, image, place, size in sorted(found)
-        ]
+                        for m in tar_files(inner):
+                            image = f"{name}/{Path(m.name).name}"
+                            files.append(ImageFile(image, labels[name], m.size, m.offset_data))
+        return sorted(files)
 
     def _val_files(self, labels: Mapping[str, int]) -> list[ImageFile]:
         tar = self.splits["val"]
@@ -251,7 +249,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 @command
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
-    run_conversions(set_sources(arguments), conversion_options(arguments, "data_prep.imagenet"))
+    run_conversions(set_sources(arguments), arguments)
 
 
 if __name__ == "__main__":

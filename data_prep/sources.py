@@ -39,8 +39,8 @@ class Collection:
         """Of names, labels and sizes: it differs where the source differs."""
         raise NotImplementedError
 
-    def estimated_bytes(self, i: int) -> int:
-        """About the size of the encoded image: for shard sizes and the disk check."""
+    def sizes(self) -> np.ndarray:
+        """About the bytes of each encoded image: for shard sizes and the disk check."""
         raise NotImplementedError
 
 
@@ -66,8 +66,8 @@ class Listing(Collection):
     def name(self, i: int) -> str:
         return os.fsdecode(bytes(self._names[i]))
 
-    def estimated_bytes(self, i: int) -> int:
-        return int(self._sizes[i])
+    def sizes(self) -> np.ndarray:
+        return self._sizes
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(repr((self.classes, self._names.shape, self._names.dtype)).encode())

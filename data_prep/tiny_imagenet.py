@@ -10,7 +10,7 @@ images have no labels.
 from pathlib import Path
 
 from data_prep.common import text_lines
-from data_prep.convert import SetSource, conversion_options, conversion_parser, run_conversions
+from data_prep.convert import SetSource, conversion_parser, run_conversions
 from data_prep.sources import FolderImages, ImageFile, folder_files, subfolders
 from lipnext_scale.utils.errors import UserError, command
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
         SetSource(name, FolderImages(root, ids, files), {"data": "Tiny ImageNet", "split": split})
         for name, split, files in (("train", "train", train), ("test", "val", val_files(root, ids)))
     ]
-    run_conversions(sets, conversion_options(arguments, "data_prep.tiny_imagenet"))
+    run_conversions(sets, arguments)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ are checked on their own. The exit code is 0 if all is sound, 1 if anything is d
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -42,18 +42,11 @@ from lipnext_scale.utils.progress import Progress
 MOST_NAMED = 20  # faults of single samples of a shard; the rest is counted
 
 
-@dataclass(frozen=True)
-class ShardTask:
-    """A shard to check. entry, records: what its index says; None without an index, or where its
-    records are damaged."""
-
-    path: Path
-    decode: bool
-    entry: ShardEntry | None = None
-    records: np.ndarray | None = None
+# A shard, and what its index says: None without an index, or where its records are damaged.
+Task = tuple[Path, ShardEntry | None, np.ndarray | None]
 
 
-def plan_set(shard_set: ShardSet, decode: bool) -> tuple[list[ShardTask], list[str], list[str]]:
+def plan_set(shard_set: ShardSet) -> tuple[list[Task], list[str], list[str]]:
     """(tasks, faults, warnings): checks the index itself, and leaves the shards to the tasks."""
     directory, title, files = shard_set.directory, shard_set.title, shard_set.files
     if shard_set.index is None:
@@ -61,14 +54,14 @@ def plan_set(shard_set: ShardSet, decode: bool) -> tuple[list[ShardTask], list[s
             how = f"python -m data_prep.ffcv --index {title} writes it"
             raise UserError(f"{title}: has no index to be compared with; {how}")
         warning = f"{title}: has no index; nothing to compare the shards with"
-        return [ShardTask(directory / file, decode) for file in files or []], [], [warning]
-    tasks: list[ShardTask] = []
-    faults: list[str] = []
-    records = None
+        return [(directory / file, None, None) for file in files or []], [], [warning]
     try:
         index = read_index(shard_set.index)
     except UserError as error:
         return [], [str(error)], []
+    tasks: list[Task] = []
+    faults: list[str] = []
+    records = None
     try:
         npy_path = index_paths(directory, shard_set.name)[1]
         with reading(npy_path):
@@ -81,7 +74,7 @@ def plan_set(shard_set: ShardSet, decode: bool) -> tuple[list[ShardTask], list[s
     for entry in index.shards:
         if files is None or entry.file in files:
             own = None if records is None else records[first : first + entry.samples]
-            tasks.append(ShardTask(directory / entry.file, decode, entry, own))
+            tasks.append((directory / entry.file, entry, own))
         first += entry.samples
     known = [entry.file for entry in index.shards]
     if files is None:
@@ -92,9 +85,9 @@ def plan_set(shard_set: ShardSet, decode: bool) -> tuple[list[ShardTask], list[s
     return tasks, faults, []
 
 
-def check_shard(task: ShardTask) -> tuple[Path, list[str], int, int]:
+def check_shard(decode: bool, task: Task) -> tuple[Path, list[str], int, int]:
     """(path, faults, samples, bytes); no fault stops the search for the others."""
-    path, entry, records = task.path, task.entry, task.records
+    path, entry, records = task
     faults: list[str] = []
     size = samples = 0
     try:
@@ -115,7 +108,7 @@ def check_shard(task: ShardTask) -> tuple[Path, list[str], int, int]:
         best = found if records is None else records
         if best is not None:
             samples = len(best)
-            faults += _limited(_undecodable(path, best)) if task.decode else []
+            faults += _limited(_undecodable(path, best)) if decode else []
     except FileNotFoundError:
         faults.append("is missing")
     except OSError as error:
@@ -158,14 +151,15 @@ def _limited(faults: Iterator[str]) -> Iterator[str]:
 
 def verify(sets: list[ShardSet], decode: bool, workers: int) -> tuple[int, str]:
     """(the number of faults, a summary); prints each fault as it is found."""
-    plans = [plan_set(shard_set, decode) for shard_set in sets]
+    plans = [plan_set(shard_set) for shard_set in sets]
     tasks = [task for own, _, _ in plans for task in own]
     progress = Progress(len(tasks), unit="shard", title="verifying", log_seconds=LOG_SECONDS)
     for _, faults, warnings in plans:
         for line in [f"warning: {w}" for w in warnings] + [f"fault: {f}" for f in faults]:
             progress.say(line)
     count, samples, size = sum(len(faults) for _, faults, _ in plans), 0, 0
-    for path, found, own_samples, own_size in in_threads(check_shard, tasks, workers, progress):
+    check = partial(check_shard, decode)
+    for path, found, own_samples, own_size in in_threads(check, tasks, workers, progress):
         count, samples, size = count + len(found), samples + own_samples, size + own_size
         for fault in found:
             progress.say(f"fault: {path}: {fault}")

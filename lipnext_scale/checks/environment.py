@@ -131,14 +131,20 @@ def shared_memory(directory: str = "/dev/shm") -> Finding:
     return ok("shared memory", text)
 
 
+def ask_driver() -> subprocess.CompletedProcess[str] | None:
+    """Its version, by nvidia-smi if that is there."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return None
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 def driver() -> list[Finding]:
     """NVIDIA's against the CUDA of torch; nothing where one of them is not there."""
     import torch
 
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    if not torch.version.cuda or shutil.which(command[0]) is None:
+    if not torch.version.cuda or (asked := ask_driver()) is None:
         return []
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if asked.returncode or not asked.stdout.strip():
         said = " ".join((asked.stdout or asked.stderr).split())
         return [warn("driver", said, "load NVIDIA's driver, if there is a GPU")]

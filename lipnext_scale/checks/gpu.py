@@ -5,8 +5,6 @@ the same operators on a CPU. With `--device cpu` all of it runs there, to try th
 """
 
 import json
-import shutil
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lipnext_scale.checks.environment import ask_driver
 from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.data import to_unit_range
 from lipnext_scale.distributed import Engine, build_engine, is_out_of_memory
@@ -91,10 +90,8 @@ def versions(device: torch.device) -> Figures:
         found["triton"] = version("triton")
     if device.type == "cuda":
         found |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-        if shutil.which("nvidia-smi"):
-            command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            said = subprocess.run(command, capture_output=True, text=True).stdout.split()
-            found["driver"] = said[0] if said else ""
+        if (asked := ask_driver()) is not None:
+            found["driver"] = (asked.stdout.split() or [""])[0]
     return found
 
 

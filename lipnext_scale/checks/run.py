@@ -1,6 +1,5 @@
 """A run before it starts: what preflight and the memory estimate say of it, and its disks."""
 
-import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +12,7 @@ from lipnext_scale.data.catalog import is_builtin, is_remote
 from lipnext_scale.distributed.estimate import estimate_of_rank, state_bytes
 from lipnext_scale.distributed.processes import choose_device
 from lipnext_scale.training.preflight import require_engine
-from lipnext_scale.utils.files import nearest_existing
+from lipnext_scale.utils.files import free_bytes
 
 DATA_FIX = (
     "copy or convert the shards again (docs/data.md); python -m data_prep.verify DIRECTORY names "
@@ -105,7 +104,7 @@ def disk(recipe: Recipe) -> Finding:
     run, each = RunDirectory(recipe.run.dir), state_bytes(recipe.model, recipe.optim)
     count = recipe.run.keep_checkpoints + 1
     there = sum(f.stat().st_size for f in run.checkpoints.rglob("*") if f.is_file())
-    free = shutil.disk_usage(nearest_existing(run.path)).free
+    free = free_bytes(run.path)
     text = f"{count} checkpoints of {size(each)}; {size(free)} free at {run.path}"
     fix = "another run.dir, or fewer: run.keep_checkpoints=1"
     return enough("disk", text, each * count - there, free, fix)

@@ -197,7 +197,7 @@ def _flip_into(image: np.ndarray, flip: bool, out: np.ndarray) -> None:
 # Each operation is a pure function of an image [height, width, 1 or 3], a magnitude from 0 to 30
 # and a sign, which is +1 or -1.
 
-# OpenCV has 16-bit coordinates, and rotations are computed in 1/65536 of a pixel.
+# OpenCV has 16-bit coordinates.
 MAX_SIDE = 2**14
 Operation = Callable[[np.ndarray, int, int], np.ndarray]
 
@@ -228,47 +228,23 @@ def apply(operation: str, image: np.ndarray, magnitude: int, sign: int = 1) -> n
     return changed.reshape(image.shape)
 
 
-def _shear(image: np.ndarray, slope_x: float, slope_y: float) -> np.ndarray:
-    """Nearest neighbour, black outside; pixels have their centres at halves."""
-    matrix = np.array([[1, slope_x, slope_x / 2], [slope_y, 1, slope_y / 2]])
+def _warp(image: np.ndarray, turn: list[list[float]], x: float = 0, y: float = 0) -> np.ndarray:
+    """Nearest neighbour, black outside. turn: from output to input places, about (x, y)."""
+    centre = np.array([x, y]) - 0.5  # pixels have their centres at halves
+    matrix = np.column_stack([turn, centre - turn @ centre])
     how = cv2.INTER_NEAREST | cv2.WARP_INVERSE_MAP
     return cv2.warpAffine(image, matrix, image.shape[1::-1], flags=how)
 
 
+def _rotate(image: np.ndarray, magnitude: int, sign: int) -> np.ndarray:
+    """By as many degrees about the middle."""
+    height, width, _ = image.shape
+    cos, sin = math.cos(math.radians(magnitude)), sign * math.sin(math.radians(magnitude))
+    return _warp(image, [[cos, -sin], [sin, cos]], width / 2, height / 2)
+
+
 def _translation(side: int, magnitude: int, sign: int) -> int:
     return sign * int(magnitude * 5 / 331 * side)
-
-
-def _rotate(image: np.ndarray, magnitude: int, sign: int) -> np.ndarray:
-    """By as many degrees, nearest neighbour, black outside."""
-    height, width, _ = image.shape
-    sources = _rotation(height, width, sign * magnitude)
-    return cv2.remap(  # type: ignore[call-overload]  # OpenCV's stubs know no map2 of None
-        image, sources, None, cv2.INTER_NEAREST, borderMode=cv2.BORDER_CONSTANT
-    )
-
-
-@lru_cache(maxsize=16)
-def _rotation(height: int, width: int, degrees: int) -> np.ndarray:
-    """The input pixel (x, y) of every output pixel.
-
-    In fixed point with 16 bits after it: warpAffine has 10, and picks other neighbours.
-    """
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    # From the centre of the image, at halves, to those of the pixels.
-    middle_x, middle_y = width / 2, height / 2
-    first_x = middle_x + cos * (0.5 - middle_x) - sin * (0.5 - middle_y)
-    first_y = middle_y + sin * (0.5 - middle_x) + cos * (0.5 - middle_y)
-    x = np.arange(width, dtype=np.int32)
-    y = np.arange(height, dtype=np.int32)[:, None]
-    sources = np.empty((height, width, 2), np.int16)
-    sources[..., 0] = (_fixed(first_x) + _fixed(cos) * x - _fixed(sin) * y) >> 16
-    sources[..., 1] = (_fixed(first_y) + _fixed(sin) * x + _fixed(cos) * y) >> 16
-    return sources
-
-
-def _fixed(value: float) -> int:
-    return round(value * 2**16)
 
 
 def _blend(dull: np.ndarray, image: np.ndarray, magnitude: int, sign: int) -> np.ndarray:
@@ -356,8 +332,8 @@ def _equalized(plane: np.ndarray) -> np.ndarray:
 # The order is part of what a seed means.
 OPERATIONS: dict[str, Operation] = {
     "Identity": lambda image, magnitude, sign: image.copy(),
-    "ShearX": lambda image, magnitude, sign: _shear(image, sign * 0.01 * magnitude, 0),
-    "ShearY": lambda image, magnitude, sign: _shear(image, 0, sign * 0.01 * magnitude),
+    "ShearX": lambda image, magnitude, sign: _warp(image, [[1, sign * 0.01 * magnitude], [0, 1]]),
+    "ShearY": lambda image, magnitude, sign: _warp(image, [[1, 0], [sign * 0.01 * magnitude, 1]]),
     "TranslateX": lambda image, *how: _moved(image, 0, _translation(image.shape[1], *how)),
     "TranslateY": lambda image, *how: _moved(image, _translation(image.shape[0], *how), 0),
     "Rotate": _rotate,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from glob import glob, has_magic
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,12 @@ def _resolve_parts(pattern: str, key: str) -> list[tuple[str, list[str]]]:
         raise ConfigError(key, pattern, f"is not a pattern: {error}") from None
     resolved = []
     for part in parts:
-        found = _matches(part, key, pattern)
+        try:
+            found = _matches(part)
+        except (
+            Exception
+        ) as error:  # each protocol has its own: missing packages, hosts, credentials
+            raise ConfigError(key, pattern, f"cannot be opened: {error}") from None
         if not found:
             right = "a tar of images and .cls labels"
             if os.path.isdir(part):
@@ -88,20 +93,17 @@ def _resolve_parts(pattern: str, key: str) -> list[tuple[str, list[str]]]:
     return resolved
 
 
-def _matches(part: str, key: str, pattern: str) -> list[str]:
+def _matches(part: str) -> list[str]:
     """The files one part without braces means; none if one of them is not there."""
     if part.startswith("pipe:"):
         return [part]
     if not is_remote(part):
         found = sorted(glob(part)) if has_magic(part) else [part]
         return found if all(os.path.isfile(path) for path in found) else []
-    try:
-        system, path = fsspec.core.url_to_fs(part)
-        if has_magic(path):
-            return sorted(system.unstrip_protocol(found) for found in system.glob(path))
-        return [part] if system.exists(path) else []
-    except Exception as error:  # each protocol has its own: missing packages, hosts, credentials
-        raise ConfigError(key, pattern, f"cannot be opened: {error}") from None
+    system, path = fsspec.core.url_to_fs(part)
+    if has_magic(path):
+        return sorted(system.unstrip_protocol(found) for found in system.glob(path))
+    return [part] if system.exists(path) else []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -122,59 +124,38 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lipnext_scale"
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Where copies are kept, and the configuration key that says so."""
-
-    directory: Path
-    key: str = "data.cache_dir"
-
-
-def staged_path(shard: str, cache: Cache) -> Path:
+def staged_path(shard: str, cache: Path) -> Path:
     """Where a remote shard is kept: its directory's hash keeps sets of one name apart."""
     if shard.startswith("pipe:"):
-        return cache.directory / f"pipe-{hashlib.sha256(shard.encode()).hexdigest()[:16]}.tar"
+        return cache / f"pipe-{hashlib.sha256(shard.encode()).hexdigest()[:16]}.tar"
     directory, _, file = shard.rpartition("/")
-    return cache.directory / hashlib.sha256(directory.encode()).hexdigest()[:16] / file
+    return cache / hashlib.sha256(directory.encode()).hexdigest()[:16] / file
 
 
-def stage(shard: str, cache: Cache, sha256: str | None = None) -> Path:
-    """Copy a remote file into the cache, once for all processes of the node.
-
-    sha256: what the copy must have. FileNotFoundError: there is no such file.
-    """
+def stage(shard: str, cache: Path, sha256: str | None = None) -> Path:
+    """Copy a remote file into the cache, once for all processes of the node; sha256: what it must
+    have."""
     path = staged_path(shard, cache)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        where = f"{cache.key} = {str(cache.directory)!r}"
-        raise UserError(f"{where}: cannot be written: {error.strerror}") from None
-    try:
         with path.with_name(f"{path.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_staged(shard, cache):
                 _copy(shard, path, sha256)
-    except (FileNotFoundError, UserError):
+    except UserError:
         raise
     except Exception as error:  # each protocol has its own
         raise UserError(f"{shard}: cannot be copied to {path.parent}: {error}") from None
     return path
 
 
-def stage_all(shards: list[str], cache: Cache, digests: list[str | None]) -> list[Path]:
+def stage_all(shards: list[str], cache: Path, digests: list[str | None]) -> list[Path]:
     """Several at a time; digests: the sha256 that each must have, if known."""
-
-    def copied(shard: str, sha256: str | None) -> Path:
-        try:
-            return stage(shard, cache, sha256)
-        except FileNotFoundError:
-            raise UserError(f"{shard}: no such file") from None
-
     with ThreadPoolExecutor(_STREAMS) as pool:
-        return list(pool.map(copied, shards, digests))
+        return list(pool.map(stage, shards, repeat(cache), digests))
 
 
-def is_staged(shard: str, cache: Cache) -> bool:
+def is_staged(shard: str, cache: Path) -> bool:
     """Whether a copy is there. Only of file:// shards it is known whether they changed since."""
     path = staged_path(shard, cache)
     if not path.exists() or not shard.startswith(FILE):
@@ -313,10 +294,16 @@ def open_catalog(
     if copy_local and not is_builtin(pattern):
         parts = [(part, [as_url(name) for name in found]) for part, found in parts]
     names = [name for _, found in parts for name in found]
-    copies = Cache(cache or default_cache(), "data.stage_dir" if copy_local else "data.cache_dir")
-    indexed = _indexed_shards(parts, copies, known)
+    cache = cache or default_cache()
+    if any(map(is_remote, names)):
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            where = "data.stage_dir" if copy_local else "data.cache_dir"
+            raise UserError(f"{where} = '{cache}': cannot be written: {error.strerror}") from None
+    indexed = _indexed_shards(parts, cache, known)
     alone = [name for name in names if name not in indexed and is_remote(name)]
-    paths = dict(zip(alone, stage_all(alone, copies, [None] * len(alone)), strict=True))
+    paths = dict(zip(alone, stage_all(alone, cache, [None] * len(alone)), strict=True))
     room = int(memory_limit_gb * 1e9)
     shards = []
     for name in names:
@@ -334,7 +321,7 @@ def open_catalog(
 
 
 def _indexed_shards(
-    parts: list[tuple[str, list[str]]], cache: Cache, known: Set[str]
+    parts: list[tuple[str, list[str]]], cache: Path, known: Set[str]
 ) -> dict[str, Shard]:
     """The shards that have an index beside them."""
     by_set: dict[tuple[str, str], list[str]] = {}
@@ -358,7 +345,7 @@ def _open_set(
     name: str,
     members: list[str],
     sought: Set[str],
-    cache: Cache,
+    cache: Path,
     known: Set[str],
 ) -> Iterator[tuple[str, Shard]]:
     """(name, shard) of the members, nothing without an index. A remote set is copied into the
@@ -367,13 +354,14 @@ def _open_set(
     json_path, npy_path = index_paths(Path(directory), name)
     files, paths = [os.path.basename(member) for member in members], members
     if is_remote(directory):
-        try:
-            json_path = stage(f"{directory}/{json_path.name}", cache)
-        except FileNotFoundError:
+        url = f"{directory}/{json_path.name}"
+        system, path = fsspec.core.url_to_fs(url)
+        if not system.exists(path):
             return
+        json_path = stage(url, cache)
     elif not json_path.exists():
         return
-    index = read_index(json_path, counts=False)
+    index = read_index(json_path)
     if is_remote(directory):
         (npy_path,) = stage_all([f"{directory}/{npy_path.name}"], cache, [index.records])
         digests = {entry.file: entry.sha256 for entry in index.shards}

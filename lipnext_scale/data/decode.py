@@ -51,26 +51,20 @@ def image_header(encoded: bytes) -> tuple[str, int, int, int]:
 
 
 def decode(
-    encoded: bytes,
-    record: Record | None,
-    channels: int = 0,
-    at_least: int = 0,
-    scratch: np.ndarray | None = None,
+    encoded: bytes, record: Record | None, channels: int = 0, at_least: int = 0
 ) -> np.ndarray:
     """Pixels [H, W, channels]; greyscale becomes RGB where 3 channels are wanted.
 
     record: None for an image file. channels: 0: as many as are stored.
     at_least: a JPEG whose sides are twice that or more may come out smaller, but not below;
     libjpeg-turbo then decodes a half, a quarter or an eighth of each side.
-    scratch: bytes that a JPEG may be decoded into: fresh memory costs 3 % of the decoding.
     """
     if record is not None and record.kind == KINDS["raw"]:
-        shape = (record.height, record.width, record.channels)
-        return _raw(encoded, channels or record.channels, shape)
+        return _raw(encoded, record, channels)
     channels = channels or image_header(encoded)[3]
     if _is_png(encoded):
         return _png(encoded, channels)
-    return _jpeg(encoded, channels, at_least, scratch)
+    return _jpeg(encoded, channels, at_least)
 
 
 def _is_png(encoded: bytes) -> bool:
@@ -78,16 +72,14 @@ def _is_png(encoded: bytes) -> bool:
     return encoded.startswith(_PNG_START)
 
 
-def _raw(encoded: bytes, channels: int, shape: tuple[int, int, int]) -> np.ndarray:
-    if len(encoded) != shape[0] * shape[1] * shape[2]:
-        height, width, depth = shape
+def _raw(encoded: bytes, record: Record, channels: int) -> np.ndarray:
+    height, width, depth = record.height, record.width, record.channels
+    if len(encoded) != height * width * depth:
         raise BadSample(f"{len(encoded)} bytes are not {depth}×{height}×{width} pixels")
-    pixels = np.frombuffer(encoded, dtype=np.uint8).reshape(shape)
-    if shape[2] == channels:
-        return pixels
-    if shape[2] == 1:
-        return np.repeat(pixels, channels, axis=2)
-    raise _in_colour()
+    if channels == 1 < depth:
+        raise _in_colour()
+    pixels = np.frombuffer(encoded, dtype=np.uint8).reshape(height, width, depth)
+    return pixels if depth == (channels or depth) else np.repeat(pixels, channels, axis=2)
 
 
 def _jpeg_header(encoded: bytes) -> tuple[int, int, str]:
@@ -101,7 +93,7 @@ def _jpeg_header(encoded: bytes) -> tuple[int, int, str]:
     return height, width, colours
 
 
-def _jpeg(encoded: bytes, channels: int, at_least: int, scratch: np.ndarray | None) -> np.ndarray:
+def _jpeg(encoded: bytes, channels: int, at_least: int) -> np.ndarray:
     height, width, colours = _jpeg_header(encoded)
     if channels == 1 and colours != "Gray":
         raise _in_colour()
@@ -109,12 +101,11 @@ def _jpeg(encoded: bytes, channels: int, at_least: int, scratch: np.ndarray | No
         if colours in ("CMYK", "YCCK"):  # rare; Pillow knows Adobe's inversion
             return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
         wanted = "GRAY" if channels == 1 else "RGB"
-        if at_least and min(height, width) >= 2 * at_least:
-            return simplejpeg.decode_jpeg(
-                encoded, wanted, min_height=at_least, min_width=at_least, min_factor=2
-            )
-        fits = scratch is not None and scratch.size >= height * width * channels
-        return simplejpeg.decode_jpeg(encoded, wanted, buffer=scratch if fits else None)
+        if not at_least or min(height, width) < 2 * at_least:
+            return simplejpeg.decode_jpeg(encoded, wanted)
+        return simplejpeg.decode_jpeg(
+            encoded, wanted, min_height=at_least, min_width=at_least, min_factor=2
+        )
     except (ValueError, OSError, SyntaxError) as error:
         raise BadSample(f"is a damaged JPEG: {error}") from None
 

@@ -25,24 +25,11 @@ from lipnext_scale.utils.errors import UserError
 from lipnext_scale.utils.files import atomic_file, file_sha256, write_atomically
 
 FORMAT = "lipnext_scale shards 1"
-# Where the encoded image lies in its shard, its class, and what it is (KINDS); a height, width or
-# number of channels of 0 is not known.
-RECORD = np.dtype(
-    [
-        ("offset", "<u8"),
-        ("size", "<u4"),
-        ("label", "<i4"),
-        ("height", "<u2"),
-        ("width", "<u2"),
-        ("channels", "u1"),
-        ("kind", "u1"),
-        ("reserved", "<u2"),
-    ]
-)
 
 
 class Record(NamedTuple):
-    """A RECORD in Python's own numbers."""
+    """Where the encoded image lies in its shard, its class, and what it is (KINDS); a height, width
+    or number of channels of 0 is not known. In Python's own numbers; stored as RECORD."""
 
     offset: int
     size: int
@@ -54,10 +41,10 @@ class Record(NamedTuple):
     reserved: int
 
 
+_STORED = ("<u8", "<u4", "<i4", "<u2", "<u2", "u1", "u1", "<u2")
+RECORD = np.dtype(list(zip(Record._fields, _STORED, strict=True)))
 KINDS = {"jpeg": 1, "png": 2, "raw": 3}  # raw: uint8 pixels [height, width, channels]
 _NUMBERED = re.compile(r"^(?P<name>.+)-\d+\.tar$")
-# As it is written; in a name that looks like it every " has a backslash before it.
-_COUNTS = b'"class_counts": {'
 
 
 @dataclass(frozen=True)
@@ -125,17 +112,10 @@ def write_index(
     return index
 
 
-def read_index(path: Path, counts: bool = True) -> SetIndex:
-    """An index.json; a damaged one is refused by name.
-
-    counts: with class_counts, which are nearly all of a large index and take their time.
-    """
+def read_index(path: Path) -> SetIndex:
+    """An index.json; a damaged one is refused by name."""
     try:
-        content = path.read_bytes()
-        if not counts:
-            before, *others = content.split(_COUNTS)
-            content = _COUNTS.join([before, *(other[other.index(b"}") :] for other in others)])
-        values = json.loads(content)
+        values = json.loads(path.read_bytes())
         values["shards"] = [ShardEntry(**shard) for shard in values["shards"]]
         index = SetIndex(**values)
         # A shard lies beside its index, nowhere else.

@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from ctypes import CDLL, c_int, c_ulong
 from dataclasses import dataclass, field
 from functools import partial
@@ -161,7 +160,7 @@ class BatchBuffers(Dataset[MadeBatch]):
         self._begun = processes.Value("q", first)
         # Without it, a rank that waits for a worker that hangs would take ever more batches of the
         # others into memory.
-        self._ahead = processes.Semaphore(under_way) if under_way else None
+        self._ahead = processes.Semaphore(under_way or 1)
         # Forked processes share it. It has no name that could outlive them, and is not counted
         # against /dev/shm, of which a container has little.
         memory = mmap(-1, buffers * prod(maker.shape))
@@ -173,8 +172,7 @@ class BatchBuffers(Dataset[MadeBatch]):
             yield self._free.pop() if self._free else None
 
     def __getitem__(self, buffer: int | None) -> MadeBatch:
-        if self._ahead is not None:
-            self._ahead.acquire()
+        self._ahead.acquire()
         with self._begun.get_lock():
             step = self._begun.value
             self._begun.value += 1
@@ -182,16 +180,13 @@ class BatchBuffers(Dataset[MadeBatch]):
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         images = np.empty(self._maker.shape, np.uint8) if buffer is None else self._images[buffer]
         made = self._maker.make(step, images, number, workers)
-        if buffer is None:
-            made.images = images
-        made.buffer = buffer
+        made.buffer, made.images = buffer, images if buffer is None else None
         return made
 
     def release_waiters(self) -> None:
         """No more batches are taken: workers that wait for their turn must see the end."""
-        if self._ahead is not None:
-            for _ in range(self._under_way):  # more are never asked for at a time
-                self._ahead.release()
+        for _ in range(self._under_way):  # more are never asked for at a time
+            self._ahead.release()
 
     def in_order(self, batches: Iterator[MadeBatch]) -> Iterator[MadeBatch]:
         """The batches step by step, as they come from workers of different speed."""
@@ -200,17 +195,13 @@ class BatchBuffers(Dataset[MadeBatch]):
             while step not in early:
                 made = next(batches)
                 early[made.step] = made
-            if self._ahead is not None:
-                self._ahead.release()
+            self._ahead.release()
             yield early.pop(step)
 
     def take(self, made: MadeBatch, pin_memory: bool = False) -> Tensor:
         """The images of a batch, [B, C, H, W] with channels last."""
-        if made.buffer is None:
-            assert made.images is not None
-            held = made.images
-        else:
-            held = self._images[made.buffer]
+        held = made.images if made.buffer is None else self._images[made.buffer]
+        if made.buffer is not None:
             # torch keeps this very array for as long as any tensor shares its memory.
             weakref.finalize(held, self._free.append, made.buffer).atexit = False
         images = torch.from_numpy(held)
@@ -286,12 +277,17 @@ def start_worker(rank_pid: int, _number: int) -> None:
     """A worker leaves signals to its rank, which stops at a safe moment, and ends when it does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    CDLL(None).prctl(c_int(_PR_SET_PDEATHSIG), c_ulong(signal.SIGKILL))
-    if os.getppid() != rank_pid:  # it died before the line above
-        os._exit(1)
+    end_with_parent(rank_pid)
     cv2.setNumThreads(0)
     keep_freed_memory()
     gc.freeze()  # what is inherited is not looked through again, and so stays shared
+
+
+def end_with_parent(parent: int) -> None:
+    """This process is killed when its parent, of this pid, ends."""
+    CDLL(None).prctl(c_int(_PR_SET_PDEATHSIG), c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
 
 
 def lost_a_worker(error: RuntimeError) -> bool:
@@ -308,18 +304,12 @@ class LoadingStats:
 
     def __init__(self) -> None:
         self.bad: list[BadReport] = []
-        self._waited, self._since = 0.0, time.perf_counter()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._waited += time.perf_counter() - began
+        self.waited, self._since = 0.0, time.perf_counter()
 
     def take(self) -> dict[str, float]:
         now = time.perf_counter()
-        share = self._waited / max(now - self._since, 1e-9)
-        self._waited, self._since = 0.0, now
+        share = self.waited / max(now - self._since, 1e-9)
+        self.waited, self._since = 0.0, now
         return {"data/wait_share": share}
 
     def take_bad(self) -> list[BadReport]:
@@ -425,20 +415,19 @@ class StreamLoader:
         self.stats.take()  # what went before was no waiting for data
         try:
             while True:
-                with self.stats.waiting():
-                    made = next(batches)
+                began = time.perf_counter()
+                made = next(batches)
+                self.stats.waited += time.perf_counter() - began
                 _require_usable(made)
                 self.stats.bad += made.bad
                 self._step = made.step + 1
-                yield self._batch(made, buffers.take(made, self._pin_memory))
+                images = buffers.take(made, self._pin_memory)
+                epoch, step = self.sources[0].place_of(made.step)
+                last = step + 1 == self.steps_per_epoch
+                yield Batch(images, torch.from_numpy(made.labels), made.ids, epoch, last)
         finally:
             buffers.release_waiters()
             del batches, made_anyhow  # ends the workers
-
-    def _batch(self, made: MadeBatch, images: Tensor) -> Batch:
-        epoch, step = self.sources[0].place_of(made.step)
-        last = step + 1 == self.steps_per_epoch
-        return Batch(images, torch.from_numpy(made.labels), made.ids, epoch, last)
 
     def state_dict(self) -> dict[str, Any]:
         """The place of each source, (epoch, step in it) of the next batch."""

@@ -135,7 +135,6 @@ class Source:
     def __init__(self, catalog: Catalog, options: SourceOptions) -> None:
         self.catalog, self.options = catalog, options
         self.store = SampleStore(catalog)
-        self._scratch = np.empty(1 << 22, dtype=np.uint8)
         if len(catalog) < options.batch_size:
             few = f"has {len(catalog)} samples, fewer than the {options.batch_size} that a batch"
             right = f"{few} takes of them; lower data.batch_size"
@@ -176,10 +175,8 @@ class Source:
         return record.label
 
     def decode(self, encoded: bytes, record: Record) -> np.ndarray:
-        """As large as augmentation needs it; it lasts until the next image is decoded."""
-        options = self.options
-        at_least = options.augment.resize[1]
-        return decode(encoded, record, options.channels, at_least, self._scratch)
+        """As large as augmentation needs it."""
+        return decode(encoded, record, self.options.channels, self.options.augment.resize[1])
 
     def _substitute(
         self,

@@ -307,16 +307,17 @@ def dump(config: Any) -> str:
 
 def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
     """The leaves in which two configurations differ, as dotted key → (one's value, other's)."""
-    first, second = _leaves(to_dict(one)), _leaves(to_dict(other))
+    first, second = leaves(to_dict(one)), leaves(to_dict(other))
     return {key: (first[key], second[key]) for key in first if first[key] != second[key]}
 
 
-def _leaves(values: dict[str, Any], section: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
+def leaves(values: dict[str, Any], section: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, with dotted keys."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
         path = _join(section, key)
-        leaves.update(_leaves(value, path) if isinstance(value, dict) else {path: value})
-    return leaves
+        found.update(leaves(value, path) if isinstance(value, dict) else {path: value})
+    return found
 
 
 def _join(section: str, key: str) -> str:

@@ -58,9 +58,13 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def free_space(path: Path) -> str:
+def free_bytes(path: Path) -> int:
     """What the disk of a path, which need not exist yet, has left."""
-    return f"{shutil.disk_usage(nearest_existing(path)).free / 1e6:.1f} MB"
+    return shutil.disk_usage(nearest_existing(path)).free
+
+
+def free_space(path: Path) -> str:
+    return f"{free_bytes(path) / 1e6:.1f} MB"
 
 
 def nearest_existing(path: Path) -> Path:

@@ -43,16 +43,11 @@ class Progress:
         silent: bool = False,
     ) -> None:
         self._silent = silent
-        self._terminal = sys.stderr.isatty() and not silent
-        self._logs = bool(log_seconds) and not self._terminal and not silent
+        hidden = silent or not sys.stderr.isatty()
         self._bar = tqdm(
-            total=total,
-            initial=done,
-            unit=unit,
-            desc=title,
-            disable=not self._terminal,
-            dynamic_ncols=True,
+            total=total, initial=done, unit=unit, desc=title, disable=hidden, dynamic_ncols=True
         )
+        self._logs = hidden and not silent and log_seconds > 0
         self._total, self._unit, self._title = total, unit, title
         self._done = self._begun = done
         self._log_seconds, self._start, self._logged = log_seconds, time.time(), time.time()
@@ -74,7 +69,7 @@ class Progress:
         return self._total - self._done
 
     def say(self, line: str) -> None:
-        if self._terminal:
+        if not self._bar.disable:
             self._bar.write(line)
         elif not self._silent:
             print(line, flush=True)

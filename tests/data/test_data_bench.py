@@ -1,4 +1,4 @@
-"""python -m lipnext_scale.bench data: what it measures, and mistakes in asking for it."""
+"""python -m lipnext_scale.bench data: what it measures; mistakes in asking for any bench."""
 
 import re
 from pathlib import Path
@@ -28,6 +28,8 @@ def test_every_row_has_its_figure(capsys):
         (["network", "--config", DIGITS], "network"),
         (["data", "--config", DIGITS, "--seconds", "0"], "argument --seconds: 0 must be above 0"),
         (["data", "--config", DIGITS, "--ranks", "7"], "data.batch_size = 64"),
+        (["gpu", "--config", DIGITS], "torch sees no GPU"),  # tests are of CPUs
+        (["gpu", "--config", DIGITS, "--predicted", "none.json"], "--predicted"),
         (["data", "--config", DIGITS, "data.train=none-*.tar"], "data.train = 'none-*.tar'"),
     ],
 )

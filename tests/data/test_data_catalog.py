@@ -73,8 +73,7 @@ def test_some_of_the_shards(shards):
 
 
 def test_the_index_is_reproducible_and_plain(tmp_path, shards):
-    """The same set gives the same bytes. Without its counts it is read the same, also where a name
-    looks like them."""
+    """The same set gives the same bytes, and is read as it was written."""
     write_set(tmp_path / "b", COUNTS)
     for one, other in zip(
         index_paths(tmp_path / "set", "train"), index_paths(tmp_path / "b", "train"), strict=True
@@ -84,12 +83,10 @@ def test_the_index_is_reproducible_and_plain(tmp_path, shards):
     assert [shard["samples"] for shard in values["shards"]] == COUNTS
     index = read_index(tmp_path / "b" / "train.index.json")
     entries = [replace(entry, class_counts={"0": 2, "17": 3}) for entry in index.shards]
-    names = ['"class_counts": {"a": 1}', "class_counts", '\\"class_counts": {', "}"]
+    names = ['"a": {', "犬"]
     records = np.load(tmp_path / "b" / "train.index.npy")
     written = write_index(tmp_path, "train", entries, records, classes=names)
     assert read_index(tmp_path / "train.index.json") == written
-    few = read_index(tmp_path / "train.index.json", counts=False)
-    assert few == replace(written, shards=index.shards)
 
 
 def edit(path: Path, old: str, new: str) -> None:

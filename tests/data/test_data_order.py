@@ -122,12 +122,3 @@ def test_batches_of_sorted_shards_are_mixed():
     random = np.random.default_rng(0)
     ideal = np.mean([class_entropy(random.choice(labels, 64, False)) for _ in range(300)])
     assert found > 0.97 * ideal
-
-
-def test_a_late_step_of_a_long_epoch_is_there_at_once():
-    """Step 100,000 of an epoch of 26 million samples: no list of samples is ever made."""
-    order = Order([10_000] * 2600, 256, block=40, window=1 << 14, seed=0)
-    assert order.steps_per_epoch > 100_000
-    assert len(order.ids(3, 100_000)) == 256
-    sequence, ends, _ = order._sequence(3)
-    assert sequence.nbytes + ends.nbytes < 26_000_000

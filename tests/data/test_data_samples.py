@@ -1,24 +1,17 @@
 """Reading shards: what is decoded, and what is refused by the shard's and the sample's name."""
 
 import gzip
-import struct
-import zlib
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_making import encode, noise, tar_bytes, write_tar
+from shard_making import encode, noise, png_with, sample, tar_bytes, write_tar
 
 from lipnext_scale.data import read_samples, resolve_shards
 from lipnext_scale.utils.config import ConfigError
 from lipnext_scale.utils.errors import UserError
-
-
-def sample(key: str, image: bytes, label: object = 0, kind: str = "png") -> list:
-    return [(f"{key}.cls", str(label).encode()), (f"{key}.{kind}", image)]
-
 
 # --- decoding ---------------------------------------------------------------------------------
 
@@ -76,13 +69,6 @@ def flipped(content: bytes, place: int) -> bytes:
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
 
-def bomb() -> bytes:
-    """A PNG whose header promises ten thousand million pixels."""
-    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 0, 0, 0, 0)
-    chunk = b"IHDR" + header
-    return IMAGE[:12] + chunk + struct.pack(">I", zlib.crc32(chunk)) + IMAGE[33:]
-
-
 BROKEN = {
     "no bytes": (sample("bad", b""), "is neither a JPEG nor a PNG"),
     "only a header": (sample("bad", IMAGE[:20]), "is a damaged PNG: it is cut off"),
@@ -91,7 +77,10 @@ BROKEN = {
     "image cut off": (sample("bad", IMAGE[:-20]), "is a damaged PNG: it is cut off"),
     "image changed": (sample("bad", flipped(IMAGE, 50)), "is a damaged PNG: a checksum differs"),
     "image of noise": (sample("bad", bytes(100)), "is neither a JPEG nor a PNG"),
-    "a bomb": (sample("bad", bomb()), "says it has 100000×100000 pixels"),
+    "a bomb": (
+        sample("bad", png_with(100_000, 100_000, 8, 0, bytes(10))),
+        "says it has 100000×100000 pixels",
+    ),
     "16 bits": (sample("bad", encode(noise(4, 4).astype(np.uint16) * 200)), "more than 8 bits"),
     "another height": (sample("bad", encode(noise(5, 4))), "is 1×5×4, and the model takes 4×4"),
     "another depth": (sample("bad", encode(noise(4, 4, 3))), "is in colour"),

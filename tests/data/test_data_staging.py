@@ -1,17 +1,16 @@
 """data.stage_dir: shards of a shared file system, copied to the node before they are read."""
 
+import io
 import multiprocessing
 import os
 import time
-from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 from sets_making import data_config, write_set
 
 from lipnext_scale.data import Catalog, DataConfig, DataSets, catalog
-from lipnext_scale.data.catalog import Cache, as_url, check_shards, stage
+from lipnext_scale.data.catalog import as_url, check_shards, stage
 from lipnext_scale.utils.errors import UserError
 
 COUNTS = [3, 5, 2]
@@ -69,26 +68,6 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, shards: str, key: str, p
     assert "\n" not in str(error.value)
 
 
-class Slow:
-    """A source whose every part comes after a while, or never."""
-
-    def __init__(self, file: BinaryIO, begun: Event, seconds: float) -> None:
-        self._file, self._begun, self._seconds = file, begun, seconds
-
-    def __enter__(self) -> "Slow":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def read(self, size: int) -> bytes:
-        part = self._file.read(min(size, 2048))
-        if self._file.tell() > 2048:  # the first one has come, but not this
-            self._begun.set()
-            time.sleep(self._seconds)
-        return part
-
-
 @pytest.mark.parametrize("killed", [False, True])
 def test_ranks_of_a_node_that_start_together(tmp_path: Path, shards: str, killed: bool) -> None:
     """One copies, the other waits and reads its copy. What is left of a copy that was killed is
@@ -97,15 +76,22 @@ def test_ranks_of_a_node_that_start_together(tmp_path: Path, shards: str, killed
     times, begun = context.Value("i", 0), context.Event()
     shard, node = as_url(shards.replace("*", "000001")), tmp_path / "node"
 
+    class Slow(io.FileIO):
+        def read(self, size: int = -1) -> bytes:
+            part = super().read(2048)
+            if self.tell() > 2048:  # the first one has come, but not this
+                begun.set()
+                time.sleep(600 if killed else 0.1)
+            return part
+
     def open_slowly(name: str) -> Slow:
         with times.get_lock():
             times.value += 1
-        file = open(name.removeprefix("file://"), "rb")
-        return Slow(file, begun, 600 if killed else 0.1)
+        return Slow(name.removeprefix("file://"))
 
     def stage_slowly() -> None:
         catalog._open_remote = open_slowly
-        copy = stage(shard, Cache(node))
+        copy = stage(shard, node)
         assert copy.read_bytes() == Path(shard.removeprefix("file://")).read_bytes()
 
     ranks = [context.Process(target=stage_slowly) for _ in range(1 if killed else 2)]

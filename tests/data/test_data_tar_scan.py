@@ -1,6 +1,5 @@
 """Scanning tars without an index: WebDataset's samples; damage is refused by name."""
 
-import io
 import os
 import pickle
 import tarfile
@@ -9,20 +8,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_making import encode, noise, tar_bytes, write_tar
+from shard_making import Runs, encode, noise, sample, tar_bytes, write_tar
 from webdataset.tariterators import tarfile_samples
 
 from lipnext_scale.data.index import KINDS, RECORD, Record, sample_key, scan_tar
 from lipnext_scale.utils.errors import UserError
 
-IMAGE = encode(noise(4, 4))
+IMAGE = sample("a")[1][1]
 every_format = pytest.mark.parametrize(
     "format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT]
 )
-
-
-def sample(key: str, image: bytes = IMAGE, label: object = 0, kind: str = "png") -> list:
-    return [(f"{key}.cls", str(label).encode()), (f"{key}.{kind}", image)]
 
 
 def records_of(path: str | Path) -> list[Record]:
@@ -44,18 +39,6 @@ def by_webdataset(path: str | Path) -> list[tuple[bytes, int]]:
         image = next(values[kind] for kind in ("png", "jpg", "jpeg") if kind in values)
         found.append((image, int(values["cls"])))
     return found
-
-
-def odd_tar(path: Path, names: list[str], format: int) -> Path:
-    """A tar in which each name has a .cls of its number and a .png of noise."""
-    with tarfile.open(path, "w", format=format) as tar:
-        for i, name in enumerate(names):
-            image = encode(noise(4, 4, seed=i))
-            for member, content in ((f"{name}.cls", b"%d" % i), (f"{name}.png", image)):
-                entry = tarfile.TarInfo(member)
-                entry.size = len(content)
-                tar.addfile(entry, io.BytesIO(content))
-    return path
 
 
 # --- what is found ----------------------------------------------------------------------------
@@ -95,8 +78,10 @@ def test_long_and_foreign_names(tmp_path, format):
     names = ["dir.v2/a", "short", "f" * 90, "d/" * 60 + "a"]
     if format != tarfile.USTAR_FORMAT:
         names += ["g" * 200, "ü" * 30]
-    path = odd_tar(tmp_path / "a.tar", names, format)
     expected = [(encode(noise(4, 4, seed=i)), i) for i in range(len(names))]
+    members = [m for name, one in zip(names, expected, strict=True) for m in sample(name, *one)]
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes(members, format))
     assert images_of(path) == expected == by_webdataset(path)
     records = records_of(path)
     keys = [sample_key(path, record) for record in records]
@@ -113,10 +98,8 @@ def test_links_and_directories_are_no_samples(tmp_path):
             entry = tarfile.TarInfo("link.png")
             entry.type, entry.linkname = kind, "/etc/passwd"
             tar.addfile(entry)
-        for name, content in sample("a", label=4):
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
+    links = path.read_bytes()[: 4 * tarfile.BLOCKSIZE]
+    path.write_bytes(links + tar_bytes(sample("a", label=4)))
     assert images_of(path) == [(IMAGE, 4)]
 
 
@@ -130,21 +113,11 @@ def test_a_key_that_comes_again_is_a_new_sample(tmp_path):
     assert empty.dtype == RECORD and empty.shape == (0,) and size == 10240
 
 
-class MakesDirectory:
-    """Unpickled, it makes a directory."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def test_nothing_is_unpickled_or_extracted(tmp_path, monkeypatch):
     """Pickles and members that point out of the directory leave no trace; as a label a pickle is
     refused."""
     monkeypatch.chdir(tmp_path)
-    code = pickle.dumps(MakesDirectory(str(tmp_path / "made")))
+    code = pickle.dumps(Runs(os.mkdir, (str(tmp_path / "made"),)))
     members = [(f"a.{suffix}", code) for suffix in ("pyd", "pkl", "pth", "npy", "cls.pyd")]
     members += sample("a") + sample("../../b") + sample("/c")
     assert len(scan_tar(write_tar(tmp_path / "a.tar", members))[0]) == 3

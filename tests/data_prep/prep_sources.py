@@ -7,17 +7,17 @@ import io
 import pickle
 import struct
 import tarfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from shard_making import encode as encoded
 from shard_making import noise, tar_bytes
 
 from data_prep import imagenet
-from lipnext_scale.data.index import KINDS, index_paths, map_records, read_index
+from lipnext_scale.data.index import KINDS, Record, index_paths, map_records, read_index
 
 
 def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -26,28 +26,8 @@ def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
 
 
-def encoded(pixels: np.ndarray, kind: str = "PNG", mode: str | None = None, **options) -> bytes:
-    """An image file; `mode` is a Pillow mode to convert to first."""
-    image = Image.fromarray(pixels)
-    buffer = io.BytesIO()
-    (image.convert(mode) if mode else image).save(buffer, format=kind, **options)
-    return buffer.getvalue()
-
-
 def decoded(content: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(content)))
-
-
-def png_with(width: int, height: int, bits: int, colour_type: int, data: bytes) -> bytes:
-    """A PNG by hand, for what Pillow does not write; `data` are its rows with filter bytes."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        summed = struct.pack(">I", zlib.crc32(kind + content))
-        return struct.pack(">I", len(content)) + kind + content + summed
-
-    header = struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0)
-    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def write_files(root: Path, files: dict[str, bytes]) -> Path:
@@ -196,6 +176,10 @@ def is_refused(main: Callable[[list[str]], None], *argv: object) -> str:
 QUICK = ("--workers", 0)
 
 
+def argv(source: Path, out: Path, *options: object) -> tuple:
+    return ("--source", source, "--out", out, *QUICK, *options)
+
+
 def convert_train(source: Path, out: Path, *options: object) -> str:
     """Of class folders the set train, in shards of four; what the command printed."""
     argv = ("--source", source, "--out", out, "--split", "train", "--shard-samples", 4)
@@ -215,8 +199,7 @@ def samples_of(out: Path, name: str) -> dict[str, Sample]:
     json_path, npy_path = index_paths(out, name)
     index = read_index(json_path)
     records = map_records(npy_path, index.samples)
-    kinds = {number: kind for kind, number in KINDS.items()}
-    found, place = {}, 0
+    found, rest = {}, iter(records)
     for shard in index.shards:
         content = (out / shard.file).read_bytes()
         assert len(content) == shard.bytes
@@ -224,19 +207,15 @@ def samples_of(out: Path, name: str) -> dict[str, Sample]:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             members = [(entry.name, tar.extractfile(entry).read()) for entry in tar]
         assert len(members) == 2 * shard.samples
-        for k in range(shard.samples):
-            (cls_name, label), (image_name, image) = members[2 * k : 2 * k + 2]
-            record = records[place]
-            start = int(record["offset"])
-            assert content[start : start + int(record["size"])] == image
-            assert int(record["label"]) == int(label)
+        for (cls_name, label), (image_name, image) in zip(members[::2], members[1::2], strict=True):
+            record = Record(*next(rest).item())
+            assert content[record.offset :][: record.size] == image and record.label == int(label)
             key, suffix = image_name.split(".")
-            kind = kinds[int(record["kind"])]
-            assert cls_name == f"{key}.cls" and suffix == {"jpeg": "jpg", "png": "png"}[kind]
-            shape = tuple(int(record[field]) for field in ("height", "width", "channels"))
-            found[key] = Sample(int(label), image, kind, shape)
-            place += 1
-    assert len(found) == index.samples == place
+            kind = {"jpg": "jpeg", "png": "png"}[suffix]
+            assert cls_name == f"{key}.cls" and record.kind == KINDS[kind]
+            shape = (record.height, record.width, record.channels)
+            found[key] = Sample(record.label, image, kind, shape)
+    assert len(found) == index.samples
     return found
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prep_sources import (
+    argv,
     contents,
     decoded,
     encoded,
@@ -25,6 +26,7 @@ from prep_sources import (
     succeeds,
     write_tar,
 )
+from shard_making import Runs
 
 from data_prep import verify
 from data_prep.edm import main
@@ -35,10 +37,6 @@ pytestmark = pytest.mark.slow  # all of them together take half a minute
 N = 12
 PIXELS = noise(N, 6, 5, 3)
 LABELS = [i * 7 % 5 for i in range(N)]
-
-
-def argv(source: Path, out: Path, *options: object) -> tuple:
-    return ("--source", source, "--out", out, "--workers", 0, *options)
 
 
 def run(source: Path, out: Path, *options: object) -> str:
@@ -168,20 +166,10 @@ def test_memory_does_not_grow_with_the_images(tmp_path, save):
 # --- what is never run or written -------------------------------------------------------------
 
 
-class MakesDirectory:
-    """Unpickled, it makes a directory."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 @pytest.mark.parametrize("name", ["image", "label"])
 def test_pickles_in_an_npz_are_not_opened(tmp_path, name):
     """An array of objects is refused, its pickle makes no directory; others are left alone."""
-    code = np.array([MakesDirectory(str(tmp_path / "made"))] * N, dtype=object)
+    code = np.array([Runs(os.mkdir, (str(tmp_path / "made"),))] * N, dtype=object)
     arrays = {"image": PIXELS, "label": np.array(LABELS)}
     np.savez(tmp_path / "a.npz", **(arrays | {name: code}))
     assert re.search(f"its {name}.*[Oo]bject", refused(tmp_path / "a.npz"))
@@ -189,7 +177,7 @@ def test_pickles_in_an_npz_are_not_opened(tmp_path, name):
     run(tmp_path / "b.npz", tmp_path / "out")
     require_exact(tmp_path / "out")
     with zipfile.ZipFile(tmp_path / "c.npz", "w") as archive:
-        archive.writestr(f"{name}.npy", pickle.dumps(MakesDirectory(str(tmp_path / "made"))))
+        archive.writestr(f"{name}.npy", pickle.dumps(code[0]))
     assert "cannot be read" in refused(tmp_path / "c.npz")
     assert not (tmp_path / "made").exists()
 

@@ -8,7 +8,8 @@ import simplejpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from prep_sources import decoded, encoded, noise, png_with, smooth
+from prep_sources import decoded, encoded, noise, smooth
+from shard_making import png_with
 
 from data_prep.encoding import BadImage, ImageRules, stored_image
 from lipnext_scale.data.decode import decode
@@ -137,17 +138,11 @@ def test_short_side(kind, height, width, short):
 # --- bad images -------------------------------------------------------------------------------
 
 
-def deep_tiff() -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(noise(4, 4).astype(np.uint16)).save(buffer, "TIFF")
-    return buffer.getvalue()
-
-
 BAD = {
     "nothing": (b"", "it is no JPEG"),
     "text": (b"hello", "it is no JPEG"),
     "a PNG of 16 bits": (png_with(1, 1, 16, 0, bytes(3)), "16 bits a channel"),
-    "a TIFF of 16 bits": (deep_tiff(), "16 bits a channel"),
+    "a TIFF of 16 bits": (encoded(noise(4, 4).astype(np.uint16), "TIFF"), "16 bits a channel"),
     "a TIFF of floats": (encoded(noise(4, 4), "TIFF", "F"), "32 bits a channel"),
     "a JPEG of a header": (encoded(COLOUR, "JPEG")[:40], "JPEG header"),
     "half a WebP": (encoded(COLOUR, "WEBP")[:60], "it (is no JPEG|cannot be decoded)"),

@@ -295,27 +295,16 @@ def test_wrong_options_are_named(tmp_path, monkeypatch, options):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_messages_say_what_to_install(folder, tmp_path):
+def test_the_messages_say_what_to_install(folder, tmp_path, monkeypatch):
     """Of writing, of --index and of training on a file without an index."""
-    (tmp_path / "a.beton").write_bytes(b"some bytes")
-    code = f"""
-from data_prep.ffcv import main
-from lipnext_scale.data.catalog import open_catalog
-from lipnext_scale.utils.errors import command
-
-train = command(lambda: open_catalog('a.beton', 'data.train'))
-write = lambda: main(['--shards', '{folder}/in-*.tar', '--out', 'b.beton'])
-for run in (write, lambda: main(['--index', 'a.beton']), train):
-    try:
-        run()
-    except SystemExit as end:
-        assert end.code == 2
-"""
-    argv = [sys.executable, "-c", WITHOUT_FFCV + code]
-    ended = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
-    lines = ended.stderr.splitlines()
-    assert len(lines) == 3 and all(f"needs FFCV: {INSTALL}" in line for line in lines), lines
-    assert lines[2].endswith("where FFCV is installed: python -m data_prep.ffcv --index a.beton")
+    monkeypatch.setitem(sys.modules, "ffcv", None)
+    path = tmp_path / "a.beton"
+    path.write_bytes(b"some bytes")
+    write = ("--shards", f"{folder}/in-*.tar", "--out", tmp_path / "b.beton")
+    for options in (write, ("--index", path)):
+        assert f"needs FFCV: {INSTALL}" in is_refused(command.main, *options)
+    with pytest.raises(UserError, match="needs FFCV.*installed: python -m data_prep.ffcv --index"):
+        open_catalog(str(path), "data.train")
     assert [path.name for path in tmp_path.iterdir()] == ["a.beton"]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from prep_sources import (
     CLASSES,
+    argv,
     class_images,
     contents,
     image_folders,
@@ -69,10 +70,6 @@ def official(root: Path) -> Path:
 @pytest.fixture
 def tars(tmp_path) -> Path:
     return official(tmp_path / "tars")
-
-
-def argv(source: Path, out: Path, *options: object) -> tuple:
-    return ("--source", source, "--out", out, "--workers", 0, *options)
 
 
 def labelled(out: Path, name: str) -> dict[str, tuple[int, bytes]]:

@@ -7,14 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from prep_sources import contents, encoded, noise, run_command, samples_of, succeeds, write_files
 
 from data_prep import imagenet
-from data_prep.convert import ConversionOptions, SetSource, run_conversions
-from data_prep.sources import Collection
-from lipnext_scale.utils.errors import RunFailed
+from data_prep.sources import FolderImages
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,36 +98,22 @@ def test_killed_with_its_workers(source, tmp_path):
     assert contents(out) == contents(tmp_path / "clean")
 
 
-class Deadly(Collection):
-    """A collection of which one image kills the worker that loads it, as lack of memory does."""
+def test_a_worker_that_is_killed(source, tmp_path, monkeypatch):
+    """As for lack of memory: the command fails rather than waits, with a hint; and continues."""
+    load, parent = FolderImages.load, os.getpid()
 
-    def __init__(self, healthy: bool) -> None:
-        super().__init__(["one"], [0] * 40)
-        self.healthy, self.parent = healthy, os.getpid()
-
-    def name(self, i: int) -> str:
-        return f"{i}.png"
-
-    def load(self, i: int) -> np.ndarray:
-        if i == 17 and not self.healthy and os.getpid() != self.parent:
+    def deadly(self: FolderImages, i: int) -> bytes:
+        if i == 117 and os.getpid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
-        return noise(4, 4, seed=i)
+        return load(self, i)
 
-    def fingerprint(self) -> str:
-        return "the same"
-
-    def estimated_bytes(self, i: int) -> int:
-        return 80
-
-
-def test_a_worker_that_is_killed(tmp_path):
-    """The command fails rather than waits, with a hint; and continues with more memory."""
-    options = ConversionOptions("test", tmp_path, shard_samples=4, workers=2)
-    with pytest.raises(RunFailed, match="a worker process was killed.*fewer --workers"):
-        run_conversions([SetSource("train", Deadly(healthy=False), {})], options)
-    assert not (tmp_path / "train.index.json").exists()
-    run_conversions([SetSource("train", Deadly(healthy=True), {})], options)
-    assert len(samples_of(tmp_path, "train")) == 40
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderImages, "load", deadly)
+        outcome = run_command(imagenet.main, *arguments(source, tmp_path))
+    assert outcome.code == 1 and "a worker process was killed" in outcome.err
+    assert "fewer --workers" in outcome.err and not (tmp_path / "train.index.json").exists()
+    assert "continues, " in succeeds(imagenet.main, *arguments(source, tmp_path))
+    assert len(samples_of(tmp_path, "train")) == 228
 
 
 def children_of(process: int) -> list[int]:

@@ -3,7 +3,16 @@
 from pathlib import Path
 
 import pytest
-from prep_sources import CLASSES, encoded, is_refused, samples_of, smooth, succeeds, write_files
+from prep_sources import (
+    CLASSES,
+    argv,
+    encoded,
+    is_refused,
+    samples_of,
+    smooth,
+    succeeds,
+    write_files,
+)
 
 from data_prep import tiny_imagenet
 from lipnext_scale.data.index import read_index
@@ -22,10 +31,6 @@ def official(root: Path) -> Path:
     files |= {f"val/images/val_{i}.JPEG": images[12 + i] for i in range(4)}
     files |= {"test/images/test_0.JPEG": images[0], "words.txt": b"n01440764\ttench\n"}
     return write_files(root, files)
-
-
-def argv(source: Path, out: Path) -> tuple:
-    return ("--source", source, "--out", out, "--workers", 0)
 
 
 def test_train_and_val(tmp_path):

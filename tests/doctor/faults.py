@@ -31,13 +31,10 @@ def small_recipe(tmp: Path, *overrides: str) -> Recipe:
     return load_recipe(None, [*where, *SMALL, *overrides])
 
 
-def the(findings: list[Finding] | Finding, check: str) -> Finding:
+def the(findings: list[Finding], check: str) -> Finding:
     """The one finding of a check."""
-    found = [
-        f for f in ([findings] if isinstance(findings, Finding) else findings) if f.check == check
-    ]
-    assert len(found) == 1, findings
-    return found[0]
+    [found] = [finding for finding in findings if finding.check == check]
+    return found
 
 
 @contextmanager

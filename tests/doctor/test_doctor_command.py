@@ -52,18 +52,11 @@ def test_an_error_is_a_finding_with_a_fix(error, given, text, fix):
 # ---- the command ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--timeout", "0"], "argument --timeout: 0 must be a whole number from 1"),
-        (["--ranks", "x"], "argument --ranks: x must be a whole number from 1"),
-    ],
-)
-def test_mistakes_in_the_arguments_end_with_2(arguments, said, capsys):
+def test_a_mistake_in_the_arguments_ends_with_2(capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(arguments)
+        main(["--timeout", "0"])
     assert exit_.value.code == 2
-    assert said in capsys.readouterr().err
+    assert "argument --timeout: 0 must be a whole number from 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -134,10 +127,8 @@ def test_versions_and_requirements_are_read_as_pip_writes_them():
     ("cuda", "version", "works", "state"),
     [
         ("13.0", "580.65.06", True, "ok"),
-        ("13.0", "595.10", False, "ok"),  # then it is not the driver
         ("13.0", "575.57.08", False, "wrong"),
-        ("12.8", "570.26", False, "ok"),
-        ("12.8", "470.256.02", False, "wrong"),
+        ("12.8", "570.26", False, "ok"),  # then it is not the driver
         ("13.0", "535.86", True, "ok"),  # by cuda-compat
         ("14.0", "600.1", False, "ok"),  # not known here
     ],

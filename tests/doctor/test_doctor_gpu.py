@@ -58,18 +58,6 @@ def test_a_kernel_that_differs_ends_it_after_the_file_is_written(tmp_path, capsy
     assert [name for name, value in found.items() if value is False] == ["kernel_split_left_agrees"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    "more, message", [([], "torch sees no GPU"), (["--predicted", "none.json"], "--predicted")]
-)
-def test_mistakes_end_in_one_line(capsys, more, message):
-    with pytest.raises(SystemExit) as ended:
-        main(["gpu", "--config", DIGITS, *more])
-    written = capsys.readouterr().err
-    assert ended.value.code == 2 and message in written
-    assert written.startswith("error: ") and written.count("\n") == 1
-
-
 def test_a_run_says_why_its_blocks_have_no_kernels():
     def why(device: str = "cuda", compiled: bool = False, **model: str) -> str | None:
         processes = SimpleNamespace(device=torch.device(device))
