@@ -1,14 +1,14 @@
 """What a rank keeps in memory from step to step, by purpose: measured, for benchmarks and tests."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lipnext_scale.distributed.engine import Engine
+from lipnext_scale.distributed import DeepSpeedEngine, Engine
 from lipnext_scale.optim import Optimizers
 
 
@@ -29,25 +29,17 @@ def training_memory(engine: Engine, optimizers: Optimizers) -> Memory:
     """This rank's bytes of parameters, gradients and optimizer state.
 
     The owners' matrices of the row layout count as optimizer state: the model has rows beside them.
-    DeepSpeed frees gradients in its step, so that none are left to count.
+    DeepSpeed frees gradients in its step, so that none are left to count. Of a DTensor the local
+    part counts. Storages are what takes memory, so each counts once and whole, with its padding, at
+    the first of parameters, gradients and optimizer to hold it.
     """
     manifold = optimizers.manifold
     stepped = {"matrices": [group["params"] for group in manifold.param_groups]}
     states: list[Mapping[Any, Any]] = [optimizers.euclidean.state, manifold.state, stepped]
-    return memory_per_rank(engine.held_weights(), states)
-
-
-def memory_per_rank(
-    parameters: nn.Module | Iterable[Tensor], states: Iterable[Mapping[Any, Any]] = ()
-) -> Memory:
-    """Measure a model or its parameters, their gradients and optimizers' `state` mappings.
-
-    Of a DTensor the local part counts. Storages are what takes memory, so each counts once and
-    whole, with its padding, at the first of parameters, gradients and optimizer to hold it.
-    """
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    kept = list(parameters)
+    kept: list[Tensor] = list(engine.model.parameters())
+    if isinstance(engine, DeepSpeedEngine):  # the weights that compute, and the float32 ones
+        kept = [getattr(p, "ds_tensor", p.detach()) for p in kept]
+        kept += [partition.flat.detach() for partition in engine.partitions]
     seen: set[tuple[torch.device, int]] = set()
     return Memory(
         parameters=_new_bytes(kept, seen),

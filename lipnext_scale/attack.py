@@ -9,8 +9,8 @@ violations.npz, and the command fails.
 
 import lipnext_scale.utils.passive  # noqa: F401
 
-import argparse
 import math
+from argparse import ArgumentTypeError
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from lipnext_scale.certification.certificate import (
     add_arguments,
     map_test_set,
     open_target,
-    parse_radii,
     shared_blocks,
     write_arrays,
     write_json,
@@ -36,23 +35,22 @@ from lipnext_scale.certification.report import ATTACKED, refresh_report
 from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.utils.config import as_float
 from lipnext_scale.utils.cpu import keep_freed_memory
-from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError, command
+from lipnext_scale.utils.errors import ArgumentParser, RunFailed, UserError, command, positive
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
-    settings, epsilons = _settings(arguments), parse_radii(arguments.radii)
-    inside = _number(arguments.inside, "--inside", 1.0)
-    assumed = arguments.assume_lipschitz
-    lipschitz = None if assumed is None else _number(assumed, "--assume-lipschitz", math.inf)
+    methods = tuple(dict.fromkeys(arguments.methods))
+    settings = AttackSettings(methods, arguments.restarts, arguments.steps, arguments.seed)
+    epsilons, inside = tuple(sorted(set(arguments.radii))), arguments.inside
     keep_freed_memory()
     processes = Processes(arguments.device, alone=True)
     try:
         target = processes.each(lambda: open_target(arguments))
         samples = _evenly_spaced(arguments.samples, len(target.test.catalog))
         model = target.model.to(processes.device, torch.float64)
-        certifier = Certifier(model, shared_blocks(model, processes), lipschitz)
+        certifier = Certifier(model, shared_blocks(model, processes), arguments.assume_lipschitz)
         about = _about(target, certifier, settings, inside)
         if certifier.assumed and processes.rank == 0:
             assumption = f"K = {certifier.lipschitz_bound:g} is assumed, not proven"
@@ -68,45 +66,37 @@ def main(argv: list[str] | None = None) -> None:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="lipnext_scale.attack", description=(__doc__ or "").split("\n")[0])
     add_arguments(parser)
-    number = partial(parser.add_argument, type=int, metavar="N")
-    parser.add_argument("--radii", nargs="+", help="radii to attack at, such as 36/255 0.5")
+    number = partial(parser.add_argument, type=positive, metavar="N")
     number("--samples", help="attack this many, evenly spaced (default: all)")
     number("--steps", default=100, help="of each attack (default 100; 20 are a quick look)")
     number("--restarts", default=5, help="of each method (default 5; 2 are a quick look)")
     parser.add_argument(
         "--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), help="default: all"
     )
-    parser.add_argument(
-        "--inside", default=str(INSIDE), help=f"share of the radius to attack at (default {INSIDE})"
-    )
-    number("--seed", default=0, help="of the points to start at (default 0)")
+    share = partial(_number, most=1.0)
+    how = f"share of the radius to attack at (default {INSIDE})"
+    parser.add_argument("--inside", type=share, default=INSIDE, help=how)
+    number("--seed", type=int, default=0, help="of the points to start at (default 0)")
     parser.add_argument(
         "--assume-lipschitz",
         metavar="K",
+        type=_number,
         help="take K for the Lipschitz bound: an experiment, no certificate",
     )
     return parser
 
 
-def _settings(arguments: argparse.Namespace) -> AttackSettings:
-    for name in ("steps", "restarts"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name} {getattr(arguments, name)}: must be at least 1")
-    methods = tuple(dict.fromkeys(arguments.methods))
-    return AttackSettings(methods, arguments.restarts, arguments.steps, arguments.seed)
-
-
-def _number(text: str, name: str, most: float) -> float:
+def _number(text: str, most: float = math.inf) -> float:
     number = as_float(text)
     if number is None or not 0 < number <= most:
         limit = "" if most == math.inf else f" and at most {most:g}"
-        raise UserError(f"{name} {text}: must be a number above 0{limit}")
+        raise ArgumentTypeError(f"{text} must be a number above 0{limit}")
     return number
 
 
 def _evenly_spaced(count: int | None, total: int) -> torch.Tensor:
-    count = total if count is None else count
-    if not 1 <= count <= total:
+    count = count or total
+    if count > total:
         raise UserError(f"--samples {count}: must be 1 to {total}, all samples of the set")
     return torch.arange(count) * total // count
 

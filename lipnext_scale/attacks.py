@@ -23,7 +23,6 @@ from lipnext_scale.certification.certificate import (
 from lipnext_scale.certification.certifier import Certifier
 from lipnext_scale.data import TestBatch, to_unit_range
 from lipnext_scale.data.order import sample_bits
-from lipnext_scale.models import LipNeXt
 
 Classifier = Callable[[Tensor], Tensor]  # NCHW images → logits
 
@@ -301,7 +300,7 @@ class Points:
 class Attacker:
     def __init__(self, certifier: Certifier, settings: AttackSettings) -> None:
         self.certifier, self.settings = certifier, settings
-        self.search = search_copy(certifier.model)
+        self.search = deepcopy(certifier.model).requires_grad_(False).float()
         self.device = certifier.model.head.weight.device
         memory = GPU_MEMORY if self.device.type == "cuda" else CPU_MEMORY
         config = certifier.model.config
@@ -349,12 +348,6 @@ class Attacker:
         return (attacked.clamp(0, 1) if clip else attacked).to(targets.images.dtype)
 
 
-@torch.no_grad()
-def search_copy(model: LipNeXt) -> LipNeXt:
-    """The model to search with: float32, no gradients of weights."""
-    return deepcopy(model).requires_grad_(False).float().eval()
-
-
 # --------------------------------------------------------------------------------------------------
 # What attacks are for.
 
@@ -377,20 +370,17 @@ def hunt(attacker: Attacker, targets: Targets, inside: float = INSIDE) -> list[P
 
 
 def robust_at(
-    attacker: Attacker, targets: Targets, epsilons: tuple[float, ...]
+    attacker: Attacker, targets: Targets, correct: Tensor, epsilons: tuple[float, ...]
 ) -> tuple[Tensor, Tensor, list[Points]]:
     """Which targets keep their label under every attack within ε, with pixels in [0, 1].
 
     Returns by ε and target [E, N] whether it is robust and how many attacks were run on it; and
-    the violations. targets: those that the model has right. A target that breaks at an ε is broken
-    at every larger one, and one that is certified at ε is robust there: neither is attacked.
-    (`hunt` attacks the latter.)
+    the violations. correct: which ones the model has right; others are broken. A target that breaks
+    at an ε is broken at every larger one, and one that is certified at ε is robust there: neither
+    is attacked. (`hunt` attacks the latter.)
     """
-    shape = (len(epsilons), len(targets))
-    robust = torch.ones(shape, dtype=torch.bool, device=attacker.device)
-    attacks = torch.zeros(shape, dtype=torch.int64, device=attacker.device)
-    unbroken = torch.ones(len(targets), dtype=torch.bool, device=attacker.device)
-    violations = []
+    attacks = torch.zeros(len(epsilons), len(targets), dtype=torch.int64, device=attacker.device)
+    robust, unbroken, violations = attacks.bool(), correct.clone(), []
     for row in sorted(range(len(epsilons)), key=epsilons.__getitem__):
         uncertified = targets.radii < epsilons[row]
         for method, restart in attacker.settings.attacks:
@@ -442,10 +432,7 @@ PICTURED = (0.1, 0.4, 0.6, 0.9)  # positions in the order of radii
 
 
 def examples(attacker: Attacker, results: Arrays, image: Callable[[int], np.ndarray]) -> Arrays:
-    """`point_arrays` of the nearest changes of some right predictions, small to large radii.
-
-    Nothing where no change was found.
-    """
+    """`point_arrays` of the nearest changes found of some right predictions, by radius."""
     right = (results["labels"] == results["predictions"]) & (results["radii"] > 0)
     (rows,) = right.nonzero()
     rows = rows[results["radii"][rows].argsort(kind="stable")]
@@ -480,23 +467,19 @@ def attack_batch(
     violations = hunt(attacker, targets, inside)
     hunted = (targets.radii > 0) * len(attacker.settings.attacks)
 
-    (right,) = (targets.labels == batch.labels.to(attacker.device)).nonzero(as_tuple=True)
-    robust = torch.zeros(len(targets), len(epsilons), dtype=torch.bool)
-    attacks = torch.zeros(len(targets), len(epsilons), dtype=torch.int64)
-    found = robust_at(attacker, targets.only(right), epsilons)
-    robust[right.cpu()], attacks[right.cpu()] = found[0].mT.cpu(), found[1].mT.cpu()
-
+    correct = targets.labels == batch.labels.to(attacker.device)
+    robust, attacks, further = robust_at(attacker, targets, correct, epsilons)
     # A first part without a sample: there may be no other.
     none = Points(targets, targets.images, targets.labels, targets.radii)
-    kept = point_arrays([none.only(targets.ids < 0), *violations, *found[2]])
+    kept = point_arrays([none.only(targets.ids < 0), *violations, *further])
     return {
         "samples": batch.ids.numpy(),
         "labels": batch.labels.numpy(),
         "predictions": targets.labels.cpu().numpy(),
         "radii": targets.radii.cpu().numpy(),
         "hunt_attacks": hunted.cpu().numpy(),
-        "robust": robust.numpy(),
-        "robust_attacks": attacks.numpy(),
+        "robust": robust.mT.cpu().numpy(),
+        "robust_attacks": attacks.mT.cpu().numpy(),
         **{f"violation_{name}": array for name, array in kept.items()},
     }
 

@@ -27,7 +27,6 @@ from lipnext_scale.certification.certificate import (
     certificate,
     map_test_set,
     open_target,
-    parse_radii,
     shared_blocks,
     table,
     write_json,
@@ -59,7 +58,7 @@ Radii = Callable[[Tensor], tuple[Tensor, Tensor]]  # uint8 images → (labels, r
 @command
 def main(argv: list[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
-    epsilons = parse_radii(arguments.radii)
+    epsilons = tuple(sorted(set(arguments.radii)))
     copy = arguments.json
     if copy is not None and (not copy.name or copy.is_dir() or not copy.parent.is_dir()):
         raise UserError(f"--json {copy}: must name a file in a directory that exists")
@@ -75,9 +74,6 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="lipnext_scale.certify", description=__doc__.split("\n")[0])
     add_arguments(parser)
     parser.add_argument("--json", type=Path, help="also write the certificate to this file")
-    parser.add_argument(
-        "--radii", nargs="+", help="radii to report (default 36/255 72/255 108/255 0.5 1)"
-    )
     parser.add_argument(
         "--dtype",
         choices=("float64", "float32", "bfloat16"),

@@ -56,13 +56,8 @@ def training_radius(config: LossConfig, epoch: float, epochs: float) -> float:
     return config.epsilon * (config.radius_min + (config.radius_max - config.radius_min) * progress)
 
 
-def class_distances_reference(weight: Tensor) -> Tensor:
-    """c_ij = ‖w_i - w_j‖, from the differences themselves: classes²·width numbers."""
-    return (weight[:, None, :] - weight[None, :, :]).norm(dim=-1)
-
-
 def class_distances(weight: Tensor) -> Tensor:
-    """The same from one product: √(|w_i|² + |w_j|² - 2w_i·w_j), exactly 0 on the diagonal.
+    """c_ij = ‖w_i - w_j‖ from one product, √(|w_i|² + |w_j|² - 2w_i·w_j), exactly 0 for i = j.
 
     The square root has no gradient at 0, so what round-off leaves there is cut off first.
     """
@@ -72,24 +67,19 @@ def class_distances(weight: Tensor) -> Tensor:
     return torch.where(apart, squared, 1.0).sqrt() * apart
 
 
-def relative_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """l_j = logit_j - logit_y."""
-    return logits - logits.gather(1, labels[:, None])
-
-
 def emma_loss(
     logits: Tensor, labels: Tensor, distances: Tensor, epsilon: float, logit_scale: float = 1.0
 ) -> Tensor:
     """Efficient Margin MAximisation: cross-entropy after the attack that each class can still make.
 
-    e_j = clip(-l_j/(ε·c_j), 0.01, 1) is the share of the radius class j would need to overtake y;
-    the logits are shifted by e_j·ε·c_j with e_j held constant.
+    With l_j = logit_j - logit_y, e_j = clip(-l_j/(ε·c_j), 0.01, 1) is the share of the radius that
+    class j would need to overtake y; the logits are shifted by e_j·ε·c_j with e_j held constant.
     """
     return F.cross_entropy(logit_scale * emma_logits(logits, labels, distances, epsilon), labels)
 
 
 def emma_logits(logits: Tensor, labels: Tensor, distances: Tensor, epsilon: float) -> Tensor:
-    relative = relative_logits(logits, labels)
+    relative = logits - logits.gather(1, labels[:, None])
     reach = epsilon * distances[labels]
     share = (-relative / reach.clamp_min(1e-8)).clamp(0.01, 1).detach()
     return relative + share * reach

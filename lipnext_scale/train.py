@@ -2,14 +2,9 @@
 
     python -m lipnext_scale.train --config configs/digits.yaml [section.key=value ...]
     torchrun --nproc-per-node 8 -m lipnext_scale.train --config configs/imagenet_1b.yaml
-    accelerate launch --config_file launch/accelerate/fsdp2.yaml \\
-        -m lipnext_scale.train --config configs/imagenet_1b.yaml
-    deepspeed --num_gpus 8 --module lipnext_scale.train \\
-        --deepspeed_config launch/deepspeed/zero2.json --config configs/imagenet_1b.yaml
-    sbatch launch/imagenet_1b.slurm [section.key=value ...]          (docs/cluster.md)
 
-Settings of accelerate's configuration or a DeepSpeed file are taken over, and must agree with the
-rest (docs/engines.md). A run directory that holds a checkpoint is continued from it, exactly.
+or by accelerate launch and deepspeed (docs/engines.md), whose settings are taken over and must
+agree with the rest. A run directory that holds a checkpoint is continued from it, exactly.
 """
 
 import lipnext_scale.utils.passive  # noqa: F401

@@ -66,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, help="processes that decode (default: the run's)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: the run)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
+    which = "radii to look at (default 36/255 72/255 108/255 0.5 1)"
+    parser.add_argument("--radii", nargs="+", type=parse_radius, default=DEFAULT_RADII, help=which)
 
 
 def open_target(arguments: argparse.Namespace) -> EvaluationTarget:
@@ -206,15 +208,12 @@ def writing(path: Path) -> Iterator[None]:
 DEFAULT_RADII = (36 / 255, 72 / 255, 108 / 255, 0.5, 1.0)
 
 
-def parse_radii(texts: list[str] | None) -> tuple[float, ...]:
-    """The values of --radii, in rising order; without any, the default ones."""
-    radii = set()
-    for text in texts or []:
-        radius = as_float(text)
-        if radius is None or not 0 <= radius < float("inf"):
-            raise UserError(f"--radii {text}: must be a number of at least 0, such as 36/255")
-        radii.add(radius)
-    return tuple(sorted(radii)) or DEFAULT_RADII
+def parse_radius(text: str) -> float:
+    """The type of --radii."""
+    radius = as_float(text)
+    if radius is None or not 0 <= radius < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a number of at least 0, such as 36/255")
+    return radius
 
 
 def radius_name(radius: float) -> str:

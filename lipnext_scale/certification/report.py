@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from lipnext_scale.certification.certificate import SampleResults, radius_name, read_certificate
+from lipnext_scale.certification.certificate import SampleResults, radius_name, read_results
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import TestSet
 from lipnext_scale.utils.config import as_float
@@ -62,10 +62,10 @@ def write_report(
 
 def refresh_report(out: RunDirectory, test: TestSet) -> list[Path]:
     """Add a new attack to the report; nothing if no certificate of the same target is here."""
-    if (stored := read_certificate(out)) is None:
+    if not (out.certificate.is_file() and out.samples.is_file()):
         return []
-    facts, results = stored
     try:
+        facts, results = json.loads(out.certificate.read_bytes()), read_results(out.samples)
         if _attack_in(out, facts)[0] is None or len(results) != facts["data"]["samples"]:
             return []
         return write_report(out, facts, results, test)

@@ -149,7 +149,7 @@ def load_checkpoint_model(config: LipNeXtConfig, path: Path) -> LipNeXt:
         if f"model.{name}" not in stored:  # M is learned, and W = M·Rᵀ follows
             held = name.removesuffix("W") + "M"
             factors.append((tensor, parameters[name.removesuffix("W") + "R"]))
-        # A frozen weight, or a run without Lookahead, has no slow weights.
+        # A run without Lookahead has no slow weights.
         kind = "slow" if f"slow.{held}" in stored else "model"
         shards[f"{kind}.{held}"] = StateShard.full(tensor)
     load_shards(path, shards)

@@ -14,14 +14,12 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
@@ -271,12 +269,9 @@ class HashedWriter(FileSystemWriter):
 
 
 class CheckpointWriter:
-    """Saves the shards of all ranks of a group beside the training; all make the same calls.
+    """Saves the shards of all ranks of a group beside the training (docs/checkpoints.md).
 
-    save()     in the training's thread: waits for the save before, decides which rank writes which
-               shard, copies these to the host's memory
-    a thread   writes them to a partial directory, reads them back, commits, removes old checkpoints
-    wait()     until that is done; raises what went wrong
+    All ranks make the same calls.
 
     keep_last, keep_every: the newest so many checkpoints stay, and those of steps that are a
         multiple of `keep_every` (0: none).
@@ -313,11 +308,6 @@ class CheckpointWriter:
         if saving is not None:
             saving.result()
 
-    def join(self) -> None:
-        """Until the save under way is complete or has failed."""
-        if self._saving is not None:
-            wait_for([self._saving])
-
     @property
     def failure(self) -> BaseException | None:
         """What went wrong in the last save, until wait() or save() raises it."""
@@ -329,8 +319,10 @@ class CheckpointWriter:
         kept = {name: shard.tensor for name, shard in self._staged.items()}
         self._staged = {}
         for name in sorted(ours):
-            tensor = shards[name].tensor.detach()
-            copy = _memory_for(tensor, kept.pop(name, None))
+            tensor, copy = shards[name].tensor.detach(), kept.pop(name, None)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                # Copies from a GPU are several times faster into pinned memory.
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             copy.copy_(tensor, non_blocking=True)
             self._staged[name] = replace(shards[name], tensor=copy)
         if any(shards[name].tensor.is_cuda for name in ours):
@@ -368,13 +360,6 @@ class CheckpointWriter:
         except OSError as error:
             what = f"{error.filename or self.directory}: the old checkpoint cannot be removed"
             raise UserError(f"{what}: {reason_of(error)}") from None
-
-
-def _memory_for(tensor: Tensor, kept: Tensor | None) -> Tensor:
-    if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
-        return kept
-    # Copies from a GPU are several times faster into pinned memory.
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def _begin(path: Path, partial: Path, files: HashedFiles, facts: bytes) -> None:

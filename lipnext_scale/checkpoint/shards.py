@@ -41,27 +41,13 @@ class StateShard:
 StateShards = dict[str, StateShard]  # a rank has at most one shard of a name, and may have none
 
 
-@dataclass(frozen=True)
-class Extent:
-    """A shard without its data: what the other ranks need to know of it."""
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.size) * self.dtype.itemsize
-
-
-Layout = dict[str, Extent]
+Layout = dict[str, tuple[tuple[int, ...], int]]  # offset and bytes of a rank's shards
 
 
 def layout_of(shards: StateShards) -> Layout:
     """What is to be stored: all shards but empty parts of tensors that are not empty."""
     return {
-        name: Extent(shard.shape, shard.offset, tuple(shard.tensor.shape), shard.tensor.dtype)
+        name: (shard.offset, shard.tensor.nbytes)
         for name, shard in shards.items()
         if shard.tensor.numel() or not prod(shard.shape)
     }
@@ -74,16 +60,15 @@ def assign_writers(layouts: list[Layout]) -> list[set[str]]:
     duplicates too, but only after every replica was copied to the host's memory. DCP refuses shards
     that overlap or do not make the full tensor.
     """
-    holders: dict[tuple[str, Extent], list[int]] = defaultdict(list)
+    holders: dict[tuple[str, tuple[int, ...], int], list[int]] = defaultdict(list)
     for rank, layout in enumerate(layouts):
-        for name, extent in layout.items():
-            holders[name, extent].append(rank)
+        for name, (offset, size) in layout.items():
+            holders[name, offset, size].append(rank)
     load = [0] * len(layouts)
     writes: list[set[str]] = [set() for _ in layouts]
-    order = sorted(holders, key=lambda shard: (-shard[1].nbytes, shard[0], shard[1].offset))
-    for name, extent in order:
-        rank = min(holders[name, extent], key=lambda holder: (load[holder], holder))
-        load[rank] += extent.nbytes
+    for name, offset, size in sorted(holders, key=lambda shard: (-shard[2], *shard)):
+        rank = min(holders[name, offset, size], key=lambda holder: (load[holder], holder))
+        load[rank] += size
         writes[rank].add(name)
     return writes
 

@@ -3,8 +3,7 @@
 accelerate passes its configuration to its processes in environment variables. Our engines do the
 work themselves, so each variable becomes the setting that means the same or is refused by name.
 
-accelerate also exports defaults that the user never chose: mixed_precision no, one accumulation
-step, offload none, reshard true. These set nothing, and the recipe decides. A DeepSpeed file is
+accelerate also exports defaults that the user never chose: these set nothing. A DeepSpeed file is
 written by hand: everything in it counts but "auto".
 """
 
@@ -29,14 +28,11 @@ class Settings(dict[str, LauncherSetting]):
 
 
 class Rule(NamedTuple):
-    """The setting that a variable or a key of a file means, and the value of each of its texts.
-
-    silent: texts that set nothing.
-    """
+    """The setting that a variable or a key of a file means, and the value of each of its texts."""
 
     key: str
     means: Mapping[str, Any] | Callable[[str, Any], Any]
-    silent: tuple[str, ...] = ("auto",)
+    silent: tuple[str, ...] = ("auto",)  # texts that set nothing
 
     def apply(self, name: str, value: Any, settings: Settings) -> None:
         text = json.dumps(value) if isinstance(value, bool) else str(value)
@@ -61,8 +57,8 @@ def _number(name: str, value: Any) -> float:
 
 
 def _whole(name: str, value: Any) -> int:
-    number = as_float(value)
-    if number is None or number < 1 or not number.is_integer():
+    number = as_float(value) or 0.0
+    if number < 1 or not number.is_integer():
         raise ConfigError(name, value, "must be a whole number from 1")
     return int(number)
 

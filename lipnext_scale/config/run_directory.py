@@ -132,7 +132,6 @@ class RunDirectory:
 # ends, and its workers do not inherit it: on one machine it is never stale. Network file systems
 # may not carry it from host to host. So the file also names its holder, who renews its mtime. A
 # holder on another host is watched until it renews the mtime, or until that is STALE seconds old.
-# (The package filelock has only the system's lock: it cannot see a killed holder on another host.)
 
 RENEW, STALE = 15.0, 60.0  # seconds
 PATIENCE = 2.0  # others may hold it for a moment, such as the checks of all nodes before a start

@@ -2,7 +2,7 @@
 
 from lipnext_scale.distributed.config import ParallelConfig
 from lipnext_scale.distributed.deepspeed import DeepSpeedEngine
-from lipnext_scale.distributed.engine import DDPEngine, Engine, training_state
+from lipnext_scale.distributed.engine import DDPEngine, Engine
 from lipnext_scale.distributed.fsdp import FSDPEngine
 from lipnext_scale.distributed.processes import Processes, is_out_of_memory, lost_a_peer
 from lipnext_scale.utils.config import ConfigError
@@ -17,7 +17,6 @@ __all__ = [
     "build_engine",
     "is_out_of_memory",
     "lost_a_peer",
-    "training_state",
 ]
 
 ENGINES = {engine.name: engine for engine in (Engine, DDPEngine, FSDPEngine, DeepSpeedEngine)}
@@ -29,10 +28,7 @@ def build_engine(
     local_world_size: int | None = None,
     timeout: float | None = None,
 ) -> Engine:
-    """The configured engine on the processes that were started.
-
-    timeout: seconds that a collective may take; None: torch's default.
-    """
+    """The configured engine on the processes that were started; arguments as of `Processes`."""
     alone = config.engine == "single" or (
         config.engine == "auto" and config.weight_layout == "bank"
     )

@@ -48,9 +48,7 @@ class ParallelConfig:
             if getattr(self, key) < least:
                 raise ConfigError(key, getattr(self, key), f"must be at least {least}")
         if self.zero_stage not in (1, 2, 3):
-            right = "must be 1, 2 or 3"
-            if self.zero_stage == 0:
-                right += "; what stage 0 would be is engine = 'ddp'"
+            right = "must be 1, 2 or 3; what stage 0 would be is engine = 'ddp'"
             raise ConfigError("zero_stage", self.zero_stage, right)
         if self.reduce_precision == "bf16" and self.precision == "fp32":
             raise ConfigError(
@@ -72,10 +70,7 @@ class ParallelConfig:
         if self.shard_size:
             raise ConfigError("shard_size", self.shard_size, needs_fsdp)
         if self.weight_layout == "row":
-            why = "without shards there are no rows to share"
-            if engine == "deepspeed":
-                why = "its shards are flat, cut between whole matrices"
-            raise ConfigError("weight_layout", "row", f"{needs_fsdp}: {why}")
+            raise ConfigError("weight_layout", "row", f"{needs_fsdp}, which has no shards of rows")
 
 
 # --------------------------------------------------------------------------------------------------

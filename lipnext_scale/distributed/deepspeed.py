@@ -14,7 +14,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,7 +28,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lipnext_scale.checkpoint import StateShard, StateShards
-from lipnext_scale.distributed.engine import DTYPES, Engine, entry_shards
+from lipnext_scale.distributed.engine import (
+    DTYPES,
+    Engine,
+    entry_shards,
+    has_entries,
+    parameter_names,
+)
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.models.lipnext import NamedPart, named_parts
 from lipnext_scale.optim import OptimConfig, Optimizers, split_parameters
@@ -93,14 +99,6 @@ def has_whole_pairs(length: int, slots: Sequence[Slot], width: int) -> bool:
     return all(edge % (2 * width**2) == 0 for edge in edges)
 
 
-def padding_pairs(pairs: int, ranks: int) -> int:
-    """ZeRO-1 and 2: how many to add to a group so that every partition has whole ones.
-
-    A pair has an even count of numbers, so that DeepSpeed adds no padding of its own.
-    """
-    return -pairs % ranks
-
-
 # --------------------------------------------------------------------------------------------------
 # Our optimizers on DeepSpeed's partitions.
 #
@@ -109,32 +107,25 @@ def padding_pairs(pairs: int, ranks: int) -> int:
 # partitions, [g, 2, d, d] of those that hold matrices.
 
 
-@dataclass(frozen=True)
 class Partition:
     """A flat float32 tensor of this rank, and what of which parameters it holds.
 
     names: of the parameters by `Slot.index`; "" for padding.
     width: of the matrices; None if it holds none.
+    view: the same numbers as our optimizers see them, [g, 2, width, width] of matrices.
     """
 
-    flat: Tensor
-    names: list[str]
-    slots: list[Slot]
-    width: int | None
-    view: Tensor  # the same numbers as our optimizers see them: [g, 2, width, width] of matrices
-
-    @staticmethod
-    def of(
-        flat: Tensor, names: list[str], layout: tuple[int, list[Slot]], width: int | None
-    ) -> "Partition":
+    def __init__(
+        self, flat: Tensor, names: list[str], layout: tuple[int, list[Slot]], width: int | None
+    ) -> None:
         length, slots = layout
         assert flat.dtype == torch.float32 and flat.is_contiguous()
         assert flat.numel() == length, "DeepSpeed cuts its partitions in another way"
-        view = flat.detach()
+        self.flat, self.names, self.slots, self.width = flat, names, slots, width
+        self.view = flat.detach()
         if width is not None:
             assert has_whole_pairs(length, slots, width), "a partition cuts through a block"
-            view = view.view(-1, 2, width, width)
-        return Partition(flat, names, slots, width, view)
+            self.view = self.view.view(-1, 2, width, width)
 
     def held(self) -> Iterator[tuple[str, Slot]]:
         """All but padding: parameters' names and where their numbers are."""
@@ -147,19 +138,16 @@ class ClientOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         super().__init__([{"params": list(group)} for group in groups], {"lr": 0.0})
-        self._attached: dict[int, tuple[Partition, torch.optim.Optimizer]] = {}
+        # By the id of its flat tensor every partition, and the optimizer that steps it.
+        self.attached: dict[int, tuple[Partition, torch.optim.Optimizer]] = {}
         self.idle = False  # a step then moves nothing
-
-    def attach(self, partition: Partition, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer step the partition."""
-        self._attached[id(partition.flat)] = partition, optimizer
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         if self.idle:
             return
         flats = [flat for group in self.param_groups for flat in group["params"]]
-        moving = [self._attached[id(flat)] for flat in flats if flat.grad is not None]
+        moving = [self.attached[id(flat)] for flat in flats if flat.grad is not None]
         for partition, _ in moving:
             flat, view = partition.flat, partition.view
             assert flat.grad is not None and flat.data_ptr() == view.data_ptr()
@@ -179,18 +167,12 @@ class ZeroOptimizers(Optimizers):
         orthogonal = [(name, p.view) for name, p in named if p.width]
         euclidean = [(name, p.view) for name, p in named if not p.width]
         super().__init__((orthogonal, euclidean), config)
-        for partition in engine.partitions:
-            engine.client.attach(partition, self._owner(partition))
+        engine.client.attached = {id(p.flat): (p, self.owner(p)) for p in engine.partitions}
 
-    def _owner(self, partition: Partition) -> torch.optim.Optimizer:
+    def owner(self, partition: Partition) -> torch.optim.Optimizer:
         owner = self.manifold if partition.width else self.euclidean
         assert isinstance(owner, torch.optim.Optimizer)
         return owner
-
-    def state_of(self, partition: Partition) -> dict[str, Tensor]:
-        """The state's tensors that are laid out as the partition."""
-        state = self._owner(partition).state[partition.view]
-        return {k: t for k, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
 
     def step(self, scale: Tensor | None = None, usable: Tensor | None = None) -> None:
         if scale is not None:
@@ -234,20 +216,14 @@ class DeepSpeedEngine(Engine):
 
     # Building
 
-    def place(self, config: LipNeXtConfig) -> LipNeXt:
-        cuts_parameters = self.config.zero_stage == 3
-        model = self.build_on_meta(config, self.processes.world_size if cuts_parameters else 1)
-        if cuts_parameters:
-            self._require_whole_blocks(config, model)
-        if self.config.precision == "bf16":
-            for group in model.block_groups():
-                group.compute_dtype = torch.bfloat16  # of images; DeepSpeed casts the weights
-        return model
+    @property
+    def shards(self) -> int:
+        return self.processes.world_size if self.config.zero_stage == 3 else 1
 
-    def _require_whole_blocks(self, config: LipNeXtConfig, model: LipNeXt) -> None:
-        ranks = self.processes.world_size
+    def place(self, config: LipNeXtConfig) -> LipNeXt:
+        model, ranks = super().place(config), self.shards
         if not any(group.count % ranks for group in model.block_groups()):
-            return
+            return model
         would = f"ZeRO-3 on {ranks} processes would cut through blocks"
         right = "use parallel.zero_stage = 2 or parallel.engine = 'fsdp'"
         if config.depth % ranks:
@@ -261,7 +237,7 @@ class DeepSpeedEngine(Engine):
         self._join(deepspeed)
         named = dict(self.model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in named.items()}  # ZeRO-3 drops them
-        names = {id(parameter): name for name, parameter in named.items()}
+        names = parameter_names(self.model)
         self.parts: dict[str, list[NamedPart]] = {name: [] for name in named}
         for part in named_parts(self.model):
             self.parts[names[id(part.parameter)]].append(part)
@@ -313,7 +289,6 @@ class DeepSpeedEngine(Engine):
         bucket = max(largest, SMALLEST_BUCKET)
         zero: dict[str, Any] = {
             "stage": config.zero_stage,
-            "contiguous_gradients": True,
             "overlap_comm": on_gpu and config.zero_stage > 1,
             "round_robin_gradients": False,  # it would reorder what `flat_group_slots` relies on
             # This many numbers are allocated; the defaults take 2 GB.
@@ -335,14 +310,11 @@ class DeepSpeedEngine(Engine):
             "gradient_accumulation_steps": config.accumulation,
             "gradient_clipping": 0.0,  # the engine clips; DeepSpeed's default is 1.0
             "bf16": {"enabled": config.precision == "bf16"},
-            "fp16": {"enabled": False},
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": config.reduce_precision,
             "zero_allow_untested_optimizer": True,  # ours
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
-            "steps_per_print": None,
-            "wall_clock_breakdown": False,
         }
 
     def _allocate(self, deepspeed: ModuleType, settings: dict[str, Any]) -> None:
@@ -361,8 +333,11 @@ class DeepSpeedEngine(Engine):
             )
 
     def _make_padding(self, config: LipNeXtConfig) -> nn.Parameter | None:
-        """Identities, which get no gradient and so never change."""
-        count = padding_pairs(config.depth, self.processes.world_size)
+        """Identities, which get no gradient and so never change: every rank then has whole pairs.
+
+        A pair has an even count of numbers, so that DeepSpeed adds no padding of its own.
+        """
+        count = -config.depth % self.processes.world_size
         if self.config.zero_stage == 3 or count == 0:
             return None
         dtype = DTYPES[self.config.precision]
@@ -372,15 +347,13 @@ class DeepSpeedEngine(Engine):
     def _parameter_groups(self) -> list[Parameters]:
         """The banks with their padding, and the rest."""
         orthogonal, euclidean = split_parameters(self.model)
-        assert len(orthogonal) + len(euclidean) == len(self.shapes), "nothing is frozen here"
         padding = [] if self.padding is None else [self.padding]
         return [[*(p for _, p in orthogonal), *padding], [p for _, p in euclidean]]
 
     def _find_partitions(self, groups: list[Parameters], width: int) -> list[Partition]:
         """Of this rank, in DeepSpeed's order."""
         ranks, rank = self.processes.world_size, self.processes.rank
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        names[id(self.padding)] = ""
+        names = {**parameter_names(self.model), id(self.padding): ""}
         widths = [width, None]  # the first group has the matrices
         if self.config.zero_stage < 3:
             slots, members, number_of = flat_group_slots, groups, [0, 1]
@@ -394,7 +367,7 @@ class DeepSpeedEngine(Engine):
             sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
             held = [names[id(p)] for p in parameters]
             layout = slots(sizes, ranks, rank)
-            found.append(Partition.of(flat, held, layout, widths[number_of[number]]))
+            found.append(Partition(flat, held, layout, widths[number_of[number]]))
         return found
 
     @torch.no_grad()
@@ -430,11 +403,6 @@ class DeepSpeedEngine(Engine):
 
     def parameter_count(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
-
-    def held_weights(self) -> Iterable[Tensor]:
-        """The weights that compute, and the float32 ones of the partitions."""
-        computing = [getattr(p, "ds_tensor", p.detach()) for p in self.model.parameters()]
-        return [*computing, *(partition.flat.detach() for partition in self.partitions)]
 
     # A step
 
@@ -503,20 +471,6 @@ class DeepSpeedEngine(Engine):
                     for numbers in between(tensors, start + shift, stop + shift):
                         yield part.name, numbers, 1
 
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        value = value.to(self.processes.device)  # the optimizer's may be another
-        dist.all_reduce(value)
-        return value
-
-    def not_finite(self) -> list[str]:
-        names = set()
-        for number, partition in enumerate(self.partitions):
-            gradient = torch.cat([g.flatten() for g in self._gradients_of(number)])
-            for name, slot in partition.held():
-                if not gradient[slot.in_partition].isfinite().all():
-                    names.add(name)
-        return sorted(names)
-
     # Checkpoints, under the names of every engine.
     #
     # Matrices are whole in a partition, so their shards are views of it and of its optimizer state.
@@ -570,11 +524,11 @@ class DeepSpeedEngine(Engine):
 
 
 def tensors_of(partition: Partition, optimizers: Optimizers | None) -> dict[str, Tensor]:
-    """The partition and, with optimizers, their state of it, by kind."""
-    if optimizers is None:
-        return {"model": partition.view}
-    assert isinstance(optimizers, ZeroOptimizers)
-    return {"model": partition.view, **optimizers.state_of(partition)}
+    """The partition and, with optimizers, their state that is laid out as it, by kind."""
+    tensors = {"model": partition.view}
+    if isinstance(optimizers, ZeroOptimizers):
+        tensors |= optimizers.owner(partition).state[partition.view]
+    return {kind: tensor for kind, tensor in tensors.items() if has_entries(tensor)}
 
 
 def between(tensors: Sequence[Tensor], start: int, stop: int) -> Iterator[Tensor]:

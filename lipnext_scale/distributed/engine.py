@@ -1,6 +1,6 @@
 """Engines: how a model is placed on processes, differentiated, clipped, saved and loaded."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,31 +56,6 @@ def local_range(parameter: Tensor) -> tuple[int, int]:
 Owners = RowManifoldAdam | SharedManifoldAdam
 
 
-def training_state(
-    model: LipNeXt, optimizers: Optimizers | None, owned: Owners | None = None
-) -> StateShards:
-    """Weights and optimizer state, which is created if missing; without optimizers weights alone.
-
-    owned: an optimizer whose matrices and their state come from the ranks that own them.
-    """
-    states: list[Mapping[Any, Any]] = []
-    if optimizers is not None:
-        optimizers.initialise_state()
-        states = [optimizers.euclidean.state, getattr(optimizers.manifold, "state", {})]
-    names = parameter_names(model)
-    shards: StateShards = {}
-    for part in named_parts(model):
-        name = names[id(part.parameter)]
-        if owned is None or name not in owned.names:
-            tensors = {"model": part.parameter}
-            for state in states:
-                tensors |= state.get(part.parameter, {})
-            shards |= _local_shards(part, tensors)
-        elif (found := owned_part(owned, part, name, optimizers is not None)) is not None:
-            shards |= entry_shards(part, *found)
-    return shards
-
-
 def parameter_names(model: LipNeXt) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -89,24 +64,27 @@ def owned_part(
     owned: Owners, part: NamedPart, name: str, with_state: bool
 ) -> tuple[tuple[int, int], dict[str, Any]] | None:
     """(place of a matrix, tensors by kind) where this rank owns the part of parameter `name`."""
-    if not part.index:
-        return owned.owned_tensors(name, (), with_state)
-    start, stop = local_range(part.parameter)
-    entry, *inner = part.index
-    if not start <= entry < stop:
-        return None
-    return owned.owned_tensors(name, (entry - start, *inner), with_state)
+    index = _local_index(part)
+    return None if index is None else owned.owned_tensors(name, index, with_state)
 
 
 def _local_shards(part: NamedPart, tensors: Mapping[str, Any]) -> StateShards:
     """This rank's shards of tensors that are laid out as the part's parameter."""
-    start, stop = local_range(part.parameter)
-    if not part.index:
-        return _shards(part, tensors, start)
-    entry, *inner = part.index
-    if not start <= entry < stop:
+    index = _local_index(part)
+    if index is None:
         return {}
-    return entry_shards(part, (entry - start, *inner), tensors)
+    if not index:
+        return _shards(part, tensors, start=local_range(part.parameter)[0])
+    return entry_shards(part, index, tensors)
+
+
+def _local_index(part: NamedPart) -> tuple[int, ...] | None:
+    """The part's place in what this rank holds of its parameter; None if it is elsewhere."""
+    if not part.index:
+        return ()
+    start, stop = local_range(part.parameter)
+    entry, *inner = part.index
+    return (entry - start, *inner) if start <= entry < stop else None
 
 
 def entry_shards(
@@ -116,7 +94,7 @@ def entry_shards(
     entries = {
         kind: local_part(tensor)[index]
         for kind, tensor in tensors.items()
-        if kind != FACTOR and _has_entries(tensor)
+        if kind != FACTOR and has_entries(tensor)
     }
     if FACTOR in tensors and index[1] == 1:
         entries["model"] = tensors[FACTOR][index[0]]
@@ -130,11 +108,11 @@ def _shards(part: NamedPart, tensors: Mapping[str, Any], start: int = 0) -> Stat
     return {
         f"{kind}.{part.name}": StateShard(local_part(tensor), part.shape, offset)
         for kind, tensor in tensors.items()
-        if _has_entries(tensor)
+        if has_entries(tensor)
     }
 
 
-def _has_entries(value: Any) -> bool:
+def has_entries(value: Any) -> bool:
     """Not the step counters that optimizers keep beside their tensors."""
     return isinstance(value, Tensor) and value.dim() > 0
 
@@ -174,6 +152,8 @@ class Engine:
     name = "single"
     model: LipNeXt
     network: nn.Module  # the model, or a wrapper of it that communicates
+    owner: Owners | None = None  # the optimizer whose matrices have one owner each, if they do
+    share_group: dist.ProcessGroup  # of replicas that share the step
 
     def __init__(self, config: ParallelConfig, processes: Processes) -> None:
         self.config, self.processes = config, processes
@@ -207,17 +187,20 @@ class Engine:
 
     def place(self, config: LipNeXtConfig) -> LipNeXt:
         """The model as this engine shards it, on the meta device: shapes without memory."""
-        model = self.build_on_meta(config, shards=1)
+        model = self.build_on_meta(config)
         if self.config.precision == "bf16":
             for group in model.block_groups():
                 group.compute_dtype = torch.bfloat16
         return model
 
-    def build_on_meta(
-        self, config: LipNeXtConfig, shards: int, layout: WeightLayout = "bank"
-    ) -> LipNeXt:
-        """The model in groups for this many shards; recomputing and compiled as configured."""
-        size = choose_group_size(config, shards, layout == "bank")
+    @property
+    def shards(self) -> int:
+        """How many ranks share the numbers of a group."""
+        return 1
+
+    def build_on_meta(self, config: LipNeXtConfig, layout: WeightLayout = "bank") -> LipNeXt:
+        """The model in groups that suit the shards; recomputing and compiled as configured."""
+        size = choose_group_size(config, self.shards, layout == "bank")
         with torch.device("meta"):
             model = LipNeXt(replace(config, blocks_per_bank=size), layout=layout)
         for group in model.block_groups():
@@ -233,15 +216,15 @@ class Engine:
     def manifold_optimizer(
         self, named: list[tuple[str, nn.Parameter]], **arguments: Any
     ) -> ManifoldOptimizer:
-        return ManifoldAdam(named, **arguments)
+        if not self.shares_step:
+            return ManifoldAdam(named, **arguments)
+        sharings, wire = bank_sharings(self.model, self.replicas()), DTYPES[self.config.precision]
+        self.owner = SharedManifoldAdam(named, sharings, self.share_group, wire, **arguments)
+        return self.owner
 
     def parameter_count(self) -> int:
         """Of the model on all ranks."""
         return sum(parameter.numel() for parameter in self.model.parameters())
-
-    def held_weights(self) -> Iterable[Tensor]:
-        """All tensors of weights that this rank keeps from step to step."""
-        return self.model.parameters()
 
     def replicas(self) -> int:
         """How many ranks hold the same numbers of the model."""
@@ -253,14 +236,11 @@ class Engine:
         return None
 
     @property
-    def replica(self) -> int:
-        """Which of them this rank is."""
-        return 0
-
-    @property
     def shares_step(self) -> bool:
-        """Whether each of them steps a share of the matrices only."""
-        return False
+        """Whether each of them steps a share of the matrices only. Rows have owners already, in
+        every replica."""
+        config = self.config
+        return config.share_step and config.weight_layout == "bank" and self.replicas() > 1
 
     # A step
 
@@ -279,14 +259,11 @@ class Engine:
         squares = torch.stack(norms).square()
         # Not a tensor of the counts, which the host would have to copy to the device.
         counted = torch.stack([s / n for s, (_, n) in zip(squares, gradients, strict=True)])
-        return self._sum_over_ranks(counted.sum()).sqrt()
-
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        return value
+        return self.processes.sum(counted.sum()).sqrt()
 
     def _gradients(self) -> list[tuple[Tensor, int]]:
         """(numbers of the gradients on this rank, how many ranks have the same)."""
-        owned, replicas = self.owned_matrices(), self.replicas()
+        owned, replicas = self.owner, self.replicas()
         shared = owned.names if isinstance(owned, SharedManifoldAdam) else []
         named = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
         gradients = [(local_part(g), replicas) for name, g in named if name not in shared]
@@ -297,7 +274,7 @@ class Engine:
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor, int]]:
         """(stable name, this rank's numbers of its gradient, how many ranks have them). Local."""
-        owned, names = self.owned_matrices(), parameter_names(self.model)
+        owned, names = self.owner, parameter_names(self.model)
         for part in named_parts(self.model):
             if part.parameter.grad is None:
                 continue
@@ -309,14 +286,6 @@ class Engine:
             for shard in _local_shards(part, {"gradient": part.parameter.grad}).values():
                 yield part.name, shard.tensor, copies
 
-    def not_finite(self) -> list[str]:
-        """Parameters whose gradient has an entry on this rank that is not finite. Local."""
-        return [
-            name
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None and not local_part(parameter.grad).isfinite().all()
-        ]
-
     def discard_gradients(self) -> None:
         """Without a step."""
         self.model.zero_grad(set_to_none=True)
@@ -326,18 +295,33 @@ class Engine:
 
     # Checkpoints
 
-    def owned_matrices(self) -> Owners | None:
-        """The optimizer whose matrices have one owner each, if they do."""
-        return None
-
     def state_shards(self, optimizers: Optimizers | None) -> StateShards:
-        """What this rank puts into a checkpoint or fills from one; None: the weights alone."""
-        return training_state(self.model, optimizers, self.owned_matrices())
+        """What this rank puts into a checkpoint or fills from one; None: the weights alone.
+
+        Optimizer state is created if missing. Matrices come from their owners, if they have some.
+        """
+        states: list[Mapping[Any, Any]] = []
+        if optimizers is not None:
+            optimizers.initialise_state()
+            states = [optimizers.euclidean.state, optimizers.manifold.state]
+        names, shards = parameter_names(self.model), StateShards()
+        for part in named_parts(self.model):
+            name = names[id(part.parameter)]
+            if self.owner is None or name not in self.owner.names:
+                tensors = {"model": part.parameter}
+                for state in states:
+                    tensors |= state.get(part.parameter, {})
+                shards |= _local_shards(part, tensors)
+            elif found := owned_part(self.owner, part, name, optimizers is not None):
+                shards |= entry_shards(part, *found)
+        return shards
 
     def state_loaded(self, shards: StateShards, optimizers: Optimizers | None) -> None:
         """Bring the model up to `state_shards` that have been filled."""
         if optimizers is not None:
             optimizers.manifold.state_loaded()
+        if self.owner is not None:
+            self.owner.share_weights()
 
     @torch.no_grad()
     def equalise_replicas(
@@ -366,7 +350,6 @@ class DDPEngine(Engine):
     """
 
     name = "ddp"
-    shared: SharedManifoldAdam | None = None
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
         model = super().build(config, seed)
@@ -389,8 +372,7 @@ class DDPEngine(Engine):
         for name in self._sharings:
             bank = model.get_parameter(name)
             dist.broadcast(bank.detach(), src=0)  # as DDP does with all others
-            if bank.requires_grad:
-                bank.register_post_accumulate_grad_hook(partial(self._reduce, name))
+            bank.register_post_accumulate_grad_hook(partial(self._reduce, name))
 
     @torch.no_grad()
     def _reduce(self, name: str, bank: Tensor) -> None:
@@ -412,37 +394,8 @@ class DDPEngine(Engine):
                 gradient.copy_(summed)
         self._reducing.clear()
 
-    def manifold_optimizer(
-        self, named: list[tuple[str, nn.Parameter]], **arguments: Any
-    ) -> ManifoldOptimizer:
-        if not self.shares_step:
-            return super().manifold_optimizer(named, **arguments)
-        wire = DTYPES[self.config.precision]
-        self.shared = SharedManifoldAdam(named, self._sharings, self.share_group, wire, **arguments)
-        return self.shared
-
-    def owned_matrices(self) -> Owners | None:
-        return self.shared
-
-    def state_loaded(self, shards: StateShards, optimizers: Optimizers | None) -> None:
-        super().state_loaded(shards, optimizers)
-        if self.shared is not None:
-            self.shared.share_weights()
-
     def replicate_group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD
-
-    @property
-    def replica(self) -> int:
-        return self.processes.rank
-
-    @property
-    def shares_step(self) -> bool:
-        return self.config.share_step and self.replicas() > 1
-
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        dist.all_reduce(value)
-        return value
 
     def forward(self, images: Tensor, last: bool = True) -> tuple[Tensor, Tensor]:
         # As DDP's no_sync(), whose context would have to span the forward and the backward pass.

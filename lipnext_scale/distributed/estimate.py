@@ -5,16 +5,16 @@
 
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lipnext_scale.distributed import build_engine
 from lipnext_scale.distributed.config import ParallelConfig
 from lipnext_scale.distributed.engine import Engine
-from lipnext_scale.distributed.fsdp import REPLICATE, SHARD, FSDPEngine
+from lipnext_scale.distributed.fsdp import SHARD, FSDPEngine
 from lipnext_scale.distributed.processes import fake_group
 from lipnext_scale.distributed.replicas import bank_sharings
-from lipnext_scale.distributed.rows import SLOTS, place_units, row_range
+from lipnext_scale.distributed.rows import SLOTS, make_buckets, row_range
 from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
 from lipnext_scale.optim import OptimConfig, local_part, split_parameters
 
@@ -57,13 +57,13 @@ def estimate(
     replica: of a rank that holds the same part of the model, but may have another share.
     """
     orthogonal, euclidean = split_parameters(model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
     banks, slow = [p for _, p in orthogonal], bool(optim.lookahead)
     own = stepped = _local_numbers(banks)
     counted = len(orthogonal) + len(euclidean)
     if engine.shares_step:
         sharings = bank_sharings(model, engine.replicas())
-        replica = engine.replica if replica is None else replica
+        if replica is None:
+            replica = dist.get_rank(engine.replicate_group())
         runs = [(p, run) for name, p in orthogonal for run in sharings[name].share(replica)]
         stepped = sum(local_part(p)[run].numel() for p, run in runs)
         counted = len(runs) + len(euclidean)
@@ -72,23 +72,24 @@ def estimate(
     in_unit = 2 if optim.parametrisation == "product" else 1
     shards, beside = 1, {}
     if isinstance(engine, FSDPEngine):
-        shards = engine.mesh[SHARD].size()
+        shards = engine.shards
         beside = {"gathered": _gathered_bytes(model, engine), **_fsdp_bytes(model, engine)}
         if engine.config.weight_layout == "row":  # at the owner, with X itself
-            owned, buffers, sent = _row_layout(engine, banks, in_unit)
-            own = stepped = sum(side**2 for side in owned)
+            owned, buffers, sent = _row_layout(engine, model.config, in_unit)
+            own = stepped = owned * model.config.width**2
             state = own * (3 + 2 * slow)
-            counted = len(owned) // in_unit + len(euclidean)
+            counted = owned // in_unit + len(euclidean)
             beside |= {"buffers": buffers, "all_to_all": sent}
     elif engine.name == "ddp":
-        beside = _ddp_bytes(trainable, banks, engine)
+        beside = _ddp_bytes(model, banks, engine)
     if in_unit == 2:  # M
         state += stepped // 2
     state += _local_numbers([p for _, p in euclidean]) * (2 + slow)
+    parameters = FP32 * _padded_numbers(model, shards)
     return RankEstimate(
         matrices=own / model.config.width**2,
-        parameters=FP32 * sum(_padded_part(p, shards) for p in model.parameters()),
-        gradients=FP32 * sum(_padded_part(p, shards) for p in trainable),
+        parameters=parameters,
+        gradients=parameters,
         optimizer=FP32 * state + COUNTERS * counted,
         **beside,
     )
@@ -106,35 +107,33 @@ def _gathered_bytes(model: LipNeXt, engine: FSDPEngine) -> int:
     without prefetch, and computes with a copy even if there is one shard only. Gradients that are
     summed over ranks after the last part are kept whole until then.
     """
-    config, shards = engine.config, engine.mesh[SHARD].size()
+    config, shards = engine.config, engine.shards
     compute, reduce = WIDTHS[config.precision], WIDTHS[config.reduce_precision]
     groups = [shards * _padded_numbers(group, shards) for group in model.block_groups()]
     if config.reshard_after_forward:
         groups = sorted(groups)[-1 - max(1, config.prefetch) :]
     gathered = compute * sum(groups) + FP32 * shards * _padded_numbers(model.head, shards)
     if config.accumulation > 1 and not config.reduce_every_part:
-        gathered += reduce * sum(_padded_numbers(group, 1, True) for group in model.block_groups())
-        gathered += FP32 * _padded_numbers(model.head, 1, True)
+        gathered += reduce * sum(_padded_numbers(group, 1) for group in model.block_groups())
+        gathered += FP32 * _padded_numbers(model.head, 1)
     return gathered
 
 
 def _fsdp_bytes(model: LipNeXt, engine: FSDPEngine) -> dict[str, int]:
-    config, shards = engine.config, engine.mesh[SHARD].size()
-    replicas = engine.mesh[REPLICATE].size()
+    config, shards, replicas = engine.config, engine.shards, engine.replicas()
     reductions = config.accumulation if config.reduce_every_part else 1
     total = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     for unit in [*model.block_groups(), model.head]:
-        assert isinstance(unit, FSDPModule)
         in_fp32 = unit is model.head  # whatever the configuration says; and gathered once a part
         compute = FP32 if in_fp32 else WIDTHS[config.precision]
         reduce = FP32 if in_fp32 else WIDTHS[config.reduce_precision]
         gathers = 1  # and there for all parts
         if config.reshard_after_forward:
             gathers = config.accumulation * (1 if in_fp32 else 2)
-        moving = _padded_numbers(unit, shards, trainable=True)
-        total["all_gather"] += gathers * (shards - 1) * compute * _padded_numbers(unit, shards)
+        moving = _padded_numbers(unit, shards)
+        total["all_gather"] += gathers * (shards - 1) * compute * moving
         total["reduce_scatter"] += reductions * (shards - 1) * reduce * moving
-        if engine.shares_step and isinstance(unit, BlockGroup) and unit.bank.requires_grad:
+        if engine.shares_step and isinstance(unit, BlockGroup):
             bank = _local_numbers([unit.bank])
             total["reduce_scatter"] += (replicas - 1) * reduce * bank // replicas
             total["all_gather"] += (replicas - 1) * compute * bank // replicas
@@ -143,9 +142,8 @@ def _fsdp_bytes(model: LipNeXt, engine: FSDPEngine) -> dict[str, int]:
     return total
 
 
-def _padded_numbers(module: nn.Module, shards: int, trainable: bool = False) -> int:
-    parameters = [p for p in module.parameters() if p.requires_grad or not trainable]
-    return sum(_padded_part(p, shards) for p in parameters)
+def _padded_numbers(module: nn.Module, shards: int) -> int:
+    return sum(_padded_part(parameter, shards) for parameter in module.parameters())
 
 
 def _padded_part(parameter: nn.Parameter, shards: int) -> int:
@@ -158,11 +156,9 @@ def _padded_part(parameter: nn.Parameter, shards: int) -> int:
     return -(-rows // shards) * (parameter.numel() // rows)
 
 
-def _ddp_bytes(
-    parameters: list[nn.Parameter], banks: list[nn.Parameter], engine: Engine
-) -> dict[str, int]:
+def _ddp_bytes(model: LipNeXt, banks: list[nn.Parameter], engine: Engine) -> dict[str, int]:
     ranks, width = engine.replicas(), WIDTHS[engine.config.reduce_precision]
-    numbers, sent = _local_numbers(parameters), {}
+    numbers, sent = _padded_numbers(model, 1), {}
     if engine.shares_step:
         shared, compute = _local_numbers(banks), WIDTHS[engine.config.precision]
         numbers -= shared
@@ -173,31 +169,26 @@ def _ddp_bytes(
     return {"all_reduce": 2 * (ranks - 1) * width * numbers // ranks, **sent}
 
 
-def _row_layout(
-    engine: FSDPEngine, parameters: list[nn.Parameter], in_unit: int
-) -> tuple[list[int], int, int]:
-    """(sides of the matrices that this rank owns, bytes of buffers, bytes sent) in the row layout.
+def _row_layout(engine: FSDPEngine, model: LipNeXtConfig, in_unit: int) -> tuple[int, int, int]:
+    """(matrices that this rank owns, bytes of buffers, bytes sent) in the row layout.
 
     A rank owns some of the matrices and has rows of all. It sends its rows to their owners, and the
-    owned matrices' rows back. Buffers are outboxes and inboxes both ways, and whole gradients. The
-    words that go with them are not counted.
+    owned matrices' rows back. Buffers are outboxes and inboxes both ways, and whole gradients.
     """
     mesh, config = engine.mesh[SHARD], engine.config
     ranks, rank = mesh.size(), mesh.get_local_rank()
-    sides = [parameter.shape[-1] for parameter in parameters]
-    rows = [stop - start for start, stop in (row_range(side, ranks, rank) for side in sides)]
-    owners, buckets = place_units(sides, in_unit, ranks, config.row_bucket_mb << 20)
-    leaving, arriving, gradients = [], [], []  # numbers, of each bucket
-    for bucket in buckets:
-        owned = [matrix for matrix in bucket if owners[matrix] == rank]
-        leaving.append(sum(sides[m] * rows[m] for m in bucket if owners[m] != rank))
-        arriving.append(sum(sides[m] * (sides[m] - rows[m]) for m in owned))
-        gradients.append(sum(sides[m] ** 2 for m in owned))
+    units, unit = 2 * model.depth // in_unit, in_unit * model.width**2
+    start, stop = row_range(model.width, ranks, rank)
+    here = (stop - start) * unit // model.width  # numbers of a unit in this rank's rows
+    buckets = make_buckets(units, FP32 * unit, ranks, config.row_bucket_mb << 20)
+    owned = [sum(u % ranks == rank for u in bucket) for bucket in buckets]
+    leaving = [here * (len(b) - own) for b, own in zip(buckets, owned, strict=True)]
+    arriving = [(unit - here) * own for own in owned]
     width = WIDTHS[config.precision]
     boxes = SLOTS * (max(leaving) + max(arriving)) * (FP32 + width)
     return (
-        [side for side, owner in zip(sides, owners, strict=True) if owner == rank],
-        boxes + FP32 * max(gradients),
+        in_unit * sum(owned),
+        boxes + SLOTS * FP32 * unit * max(owned),
         FP32 * sum(leaving) + width * sum(arriving),
     )
 

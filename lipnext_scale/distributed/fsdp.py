@@ -1,14 +1,7 @@
 """Weights, gradients and optimizer state sharded by FSDP2; replicated along the other mesh axis.
 
-The order in which things are put on the model, each from outside:
-
-    1. the model on the meta device, in groups that suit the shards; recomputing     (build_on_meta)
-    2. torch.compile of each group, which knows nothing of shards
-    3. fully_shard of each group and the head, with their mixed precision, then of the root
-    4. prefetching: which groups are gathered while another computes
-    5. memory for the local shards only, and their initial weights
-
-The head always computes in float32: its margins are what is certified.
+docs/parallel.md has the order in which things are put on the model, each from outside. The head
+always computes in float32: its margins are what is certified.
 """
 
 import math
@@ -21,19 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.distributed.config import ParallelConfig
-from lipnext_scale.distributed.engine import DTYPES, Engine, Owners, local_range
+from lipnext_scale.distributed.engine import DTYPES, Engine, local_range
 from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.distributed.replicas import (
-    SharedManifoldAdam,
     Sharing,
     bank_sharings,
     reduce_to_shares,
 )
 from lipnext_scale.distributed.rows import RowManifoldAdam
 from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
-from lipnext_scale.optim import ManifoldAdam, ManifoldOptimizer, Optimizers, local_part
+from lipnext_scale.optim import ManifoldOptimizer, local_part
 from lipnext_scale.utils.config import ConfigError
 
 # --------------------------------------------------------------------------------------------------
@@ -74,20 +65,16 @@ class FSDPEngine(Engine):
         self.mesh = build_mesh(processes.device.type, processes.world_size, size)
         for axis in (REPLICATE, SHARD):
             processes.apply_timeout(self.mesh[axis].get_group())
-        self.owner: RowManifoldAdam | SharedManifoldAdam | None = None
+        self.share_group = self.mesh[REPLICATE].get_group()
         self._last_part = True  # of an accumulated batch
 
     def describe(self) -> str:
         layout = f"{self.config.weight_layout} layout"
-        mesh = f"{self.replicas()} × {self.mesh[SHARD].size()}"
+        mesh = f"{self.replicas()} × {self.shards}"
         return f"{self.name} {mesh}, {layout}, {self.config.precision}"
 
     def replicate_group(self) -> dist.ProcessGroup | None:
-        return self.mesh[REPLICATE].get_group()
-
-    @property
-    def replica(self) -> int:
-        return self.mesh[REPLICATE].get_local_rank()
+        return self.share_group
 
     def build(self, config: LipNeXtConfig, seed: int) -> LipNeXt:
         self.seed = seed
@@ -99,17 +86,23 @@ class FSDPEngine(Engine):
                 dist.broadcast(local_part(parameter), group=self.replicate_group(), group_src=0)
         return self.model
 
+    @property
+    def shards(self) -> int:
+        return self.mesh[SHARD].size()
+
     def place(self, config: LipNeXtConfig) -> LipNeXt:
-        model = self.build_on_meta(config, self.mesh[SHARD].size(), self.config.weight_layout)
+        model = self.build_on_meta(config, self.config.weight_layout)
         # Where replicas share the step, FSDP reduces over the shard axis alone, and a hook of ours
         # over the other. Without replicas there are no all-reduces in groups of one either.
         alone = self.replicas() == 1 or self.shares_step
         mesh = self.mesh[SHARD] if alone else self.mesh
         reshard, groups = self.config.reshard_after_forward, model.block_groups()
+        policy = MixedPrecisionPolicy()
+        if self.config.precision == "bf16":
+            reduce_dtype = DTYPES[self.config.reduce_precision]
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         for group in groups:
-            fully_shard(
-                group, mesh=mesh, reshard_after_forward=reshard, mp_policy=self._precision()
-            )
+            fully_shard(group, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(model.head, mesh=mesh, reshard_after_forward=False)
         fully_shard(model, mesh=mesh)
         if self.shares_step:
@@ -117,15 +110,12 @@ class FSDPEngine(Engine):
             for unit, sharing in zip((*groups, model.head), (*sharings, None), strict=True):
                 assert isinstance(unit, FSDPModule)
                 unit.set_all_reduce_hook(partial(self._reduce_over_replicas, unit, sharing))
-        set_prefetch(groups, self.config.prefetch)
+        if ahead := self.config.prefetch:
+            units: list[Any] = groups
+            for index, unit in enumerate(units):
+                unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])
+                unit.set_modules_to_backward_prefetch(units[max(0, index - ahead) : index][::-1])
         return model
-
-    @property
-    def shares_step(self) -> bool:
-        """With rows a shard group has owners already, and every replica its own."""
-        return (
-            self.config.share_step and self.replicas() > 1 and self.config.weight_layout == "bank"
-        )
 
     @torch.no_grad()
     def _reduce_over_replicas(self, unit: nn.Module, sharing: Sharing | None, flat: Tensor) -> None:
@@ -134,12 +124,12 @@ class FSDPEngine(Engine):
             return  # FSDP adds the parts of this rank up
         if flat.is_cuda:  # FSDP made it on another stream, and may drop it before this one is done
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        group, rest = self.mesh[REPLICATE].get_group(), flat
-        shards, start = self.mesh[SHARD].size(), 0
-        for parameter in (p for p in unit.parameters() if p.requires_grad):
+        group, rest = self.share_group, flat
+        start = 0
+        for parameter in unit.parameters():
             local, numbers = local_part(parameter), math.prod(parameter.shape[1:])
             here = flat[start : start + local.numel()].view(local.shape)
-            start += -(-parameter.shape[0] // shards) * numbers  # with FSDP's padding
+            start += -(-parameter.shape[0] // self.shards) * numbers  # with FSDP's padding
             if parameter.grad is not None:  # of the parts before, to which FSDP will add `flat`
                 here += local_part(parameter.grad)
                 local_part(parameter.grad).zero_()
@@ -150,25 +140,11 @@ class FSDPEngine(Engine):
         dist.all_reduce(rest, group=group)
         rest.div_(self.replicas())
 
-    def _precision(self) -> MixedPrecisionPolicy:
-        if self.config.precision == "fp32":
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(
-            param_dtype=DTYPES[self.config.precision],
-            reduce_dtype=DTYPES[self.config.reduce_precision],
-        )
-
     def manifold_optimizer(
         self, named: list[tuple[str, nn.Parameter]], **arguments: Any
     ) -> ManifoldOptimizer:
-        if self.shares_step:
-            group, wire = self.mesh[REPLICATE].get_group(), DTYPES[self.config.precision]
-            sharings = bank_sharings(self.model, self.replicas())
-            self.owner = SharedManifoldAdam(named, sharings, group, wire, **arguments)
-            return self.owner
         if self.config.weight_layout == "bank":
-            return ManifoldAdam(named, **arguments)
-        assert len(named) == 2 * self.model.config.depth, "no owner would fill a frozen matrix"
+            return super().manifold_optimizer(named, **arguments)
         self.owner = RowManifoldAdam(
             named,
             self.mesh[SHARD].get_group(),
@@ -194,31 +170,10 @@ class FSDPEngine(Engine):
         self.network.set_reshard_after_backward(last or self.config.reshard_after_forward)
         return super().forward(images)
 
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Over all ranks, so that replicas clip by one and the same number."""
-        dist.all_reduce(value)
-        return value
-
     def weights_changed(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def owned_matrices(self) -> Owners | None:
-        return self.owner
-
-    def state_loaded(self, shards: StateShards, optimizers: Optimizers | None) -> None:
-        super().state_loaded(shards, optimizers)
-        if self.owner is not None:
-            self.owner.share_weights()
-
-
-def set_prefetch(groups: list[Any], ahead: int) -> None:
-    """Gather the next `ahead` groups while one computes, in both directions."""
-    for index, group in enumerate(groups):
-        if ahead:
-            group.set_modules_to_forward_prefetch(groups[index + 1 : index + 1 + ahead])
-            group.set_modules_to_backward_prefetch(groups[max(0, index - ahead) : index][::-1])
 
 
 @torch.no_grad()

@@ -152,6 +152,13 @@ class Processes:
         dist.all_gather(list(gathered.unbind(0)), values)
         return gathered
 
+    def sum(self, value: Tensor) -> Tensor:
+        """Over all ranks, on every rank."""
+        value = value.to(self.device)
+        if self._grouped:
+            dist.all_reduce(value)
+        return value
+
     def everywhere(self, action: Callable[[], Result]) -> list[Result]:
         """Every rank acts; the results of all, or the error of the first rank that had one."""
         return everywhere(self.host_group, action)

@@ -3,11 +3,10 @@
 Each matrix has one owner. A step sends rows of its gradient there and brings new rows back.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from lipnext_scale.optim.lookahead_nadam import local_part
 from lipnext_scale.optim.manifold_adam import ManifoldAdam
 
 # --------------------------------------------------------------------------------------------------
-# Which rank holds which rows of a matrix, which one owns it, which matrices are exchanged together:
+# Which rank holds which rows of a matrix, which matrices are exchanged together:
 # pure functions of numbers that are equal on all ranks, so all ranks get the same answer.
 
 
@@ -27,57 +26,17 @@ def row_range(rows: int, ranks: int, rank: int) -> tuple[int, int]:
 
     Every shard has ceil(rows/ranks) rows but the last ones, which may have fewer or none.
     """
-    assert 0 <= rank < ranks
     length = -(-rows // ranks)
     return min(rank * length, rows), min((rank + 1) * length, rows)
 
 
-def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
-    """The owner of every matrix: the most costly first, each to the rank with the least to do."""
-    load = [0.0] * ranks
-    owners = [0] * len(costs)
-    for matrix in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owner = min(range(ranks), key=lambda rank: (load[rank], rank))
-        owners[matrix] = owner
-        load[owner] += costs[matrix]
-    return owners
+def make_buckets(units: int, unit_bytes: int, ranks: int, bucket_bytes: int) -> list[range]:
+    """Units that are exchanged and moved together: of every owner as many as fit, at least one.
 
-
-def make_buckets(
-    owners: Sequence[int], sizes_in_bytes: Sequence[int], ranks: int, bucket_bytes: int
-) -> list[list[int]]:
-    """Matrices that are exchanged and moved together; every matrix is in exactly one bucket.
-
-    Each owner puts its next matrices into a bucket, up to `bucket_bytes` and at least one: so all
-    owners have work in every bucket until they run out. The limit is at least the largest matrix,
-    which the buffers must hold anyway.
+    Unit u, one matrix or the pair of a block, belongs to rank u % ranks.
     """
-    assert len(owners) == len(sizes_in_bytes)
-    limit = max([bucket_bytes, *sizes_in_bytes])
-    left = [deque(i for i, owner in enumerate(owners) if owner == rank) for rank in range(ranks)]
-    buckets = []
-    while any(left):
-        bucket: list[int] = []
-        for matrices in left:
-            room = limit
-            while matrices and sizes_in_bytes[matrices[0]] <= room:
-                room -= sizes_in_bytes[matrices[0]]
-                bucket.append(matrices.popleft())
-        buckets.append(sorted(bucket))
-    return buckets
-
-
-def place_units(
-    sides: Sequence[int], in_unit: int, ranks: int, bucket_bytes: int
-) -> tuple[list[int], list[list[int]]]:
-    """(owners of all matrices, buckets of them), where `in_unit` neighbours stay together."""
-    units = sides[::in_unit]
-    assert len(units) * in_unit == len(sides)
-    owners = assign_owners([side**3 for side in units], ranks)
-    sizes = [4 * in_unit * side**2 for side in units]
-    buckets = make_buckets(owners, sizes, ranks, bucket_bytes)
-    expanded = [[u * in_unit + i for u in bucket for i in range(in_unit)] for bucket in buckets]
-    return [owner for owner in owners for _ in range(in_unit)], expanded
+    size = ranks * max(1, bucket_bytes // unit_bytes)
+    return [range(start, min(start + size, units)) for start in range(0, units, size)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -87,35 +46,15 @@ def place_units(
 # matrices each direction is one `all_to_all_single` of one flat buffer:
 #
 #     rows → owners (gradients)    to owner o:  my rows of each of its matrices
-#     owners → rows (weights)      to rank r:   a word, then its rows of each matrix that I own
+#     owners → rows (weights)      to rank r:   its rows of each matrix that I own
 #
 # The parcels for one peer lie together, in the bucket's order, so both ends know all sizes. Shards
-# may be uneven or empty. What a rank has for itself is copied, not sent. The word says whether the
-# owner failed: all ranks learn of it without a further collective.
+# may be uneven or empty. What a rank has for itself is copied, not sent.
 #
-# Two exchanges may be posted in each direction; each has a pair of buffers, which the next but one
-# uses again. On a GPU waiting orders the streams, and a buffer is packed again only after the wait
-# for its last use.
+# Two exchanges may be posted in each direction.
 
 SLOTS = 2
-WORD = 8  # numbers: one would do, but the rows behind it should start at a multiple of 16 bytes
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """A tensor that goes to, or comes from, the rank `peer`."""
-
-    peer: int
-    tensor: Tensor
-
-
-@dataclass(frozen=True)
-class _Posted:
-    work: dist.Work
-    inbox: Tensor
-    incoming: list[Tensor]
-    kept_from: list[Tensor]
-    kept_to: list[Tensor]
+Parcel = tuple[int, Tensor]  # goes to, or comes from, the rank of this number
 
 
 class PackedExchange:
@@ -126,14 +65,9 @@ class PackedExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> None:
-        self._group, self._dtype = group, dtype
+        self._group, self._dtype, self._device = group, dtype, device
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._posted: deque[_Posted] = deque()
-        # Pairs of outbox and inbox, the next one to use first. They grow in the first step.
-        self._slots = deque(
-            [torch.zeros(0, dtype=dtype, device=device) for _ in ("outbox", "inbox")]
-            for _ in range(SLOTS)
-        )
+        self._posted: deque[Callable[[], None]] = deque()
 
     @torch.no_grad()
     def post(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> None:
@@ -141,13 +75,15 @@ class PackedExchange:
         assert len(self._posted) < SLOTS, "finish an exchange before the next but one"
         outgoing, incoming = self._by_peer(send), self._by_peer(receive)
         kept_from, kept_to = outgoing[self._rank], incoming[self._rank]
-        assert [t.shape for t in kept_from] == [t.shape for t in kept_to]
         outgoing[self._rank], incoming[self._rank] = [], []
         out_sizes = [sum(t.numel() for t in tensors) for tensors in outgoing]
         in_sizes = [sum(t.numel() for t in tensors) for tensors in incoming]
-        outbox, inbox = self._boxes(sum(out_sizes), sum(in_sizes))
-        flat_outgoing = [tensor for tensors in outgoing for tensor in tensors]
-        _copy(_views(outbox, flat_outgoing), flat_outgoing)
+        outbox, inbox = (
+            torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+            for sizes in (out_sizes, in_sizes)
+        )
+        leaving, arriving = sum(outgoing, []), sum(incoming, [])
+        _copy(_views(outbox, leaving), leaving)
         work = dist.all_to_all_single(
             inbox,
             outbox,
@@ -156,116 +92,31 @@ class PackedExchange:
             group=self._group,
             async_op=True,
         )
-        flat_incoming = [tensor for tensors in incoming for tensor in tensors]
-        self._posted.append(_Posted(work, inbox, flat_incoming, kept_from, kept_to))
+
+        def unpack() -> None:
+            work.wait()
+            _copy(arriving, _views(inbox, arriving))
+            _copy(kept_to, [tensor.to(self._dtype) for tensor in kept_from])
+
+        self._posted.append(unpack)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the exchange that was posted first and unpack it."""
-        posted = self._posted.popleft()
-        posted.work.wait()
-        _copy(posted.incoming, _views(posted.inbox, posted.incoming))
-        _copy(posted.kept_to, [tensor.to(self._dtype) for tensor in posted.kept_from])
+        self._posted.popleft()()
 
     def _by_peer(self, parcels: Sequence[Parcel]) -> list[list[Tensor]]:
         tensors: list[list[Tensor]] = [[] for _ in range(self._ranks)]
-        for parcel in parcels:
-            if parcel.tensor.numel():  # a rank may hold no row of a small matrix
-                tensors[parcel.peer].append(parcel.tensor)
+        for peer, tensor in parcels:
+            if tensor.numel():  # a rank may hold no row of a small matrix
+                tensors[peer].append(tensor)
         return tensors
-
-    def _boxes(self, *sizes: int) -> list[Tensor]:
-        """The outbox and inbox to use next, cut to these sizes."""
-        slot = self._slots[0]
-        self._slots.rotate(-1)
-        for index, size in enumerate(sizes):
-            if slot[index].numel() < size:
-                slot[index] = slot[index].new_zeros(size)
-        return [box[:size] for box, size in zip(slot, sizes, strict=True)]
-
-
-class RowExchange:
-    """Moves rows of buckets of matrices [d, d] to their owners and back.
-
-    A bucket is a list of indices of matrices. `shards` are this rank's rows of its matrices,
-    `wholes` those matrices that this rank owns. like: has the type and device of gradients.
-    """
-
-    def __init__(
-        self,
-        sides: Sequence[int],
-        owners: Sequence[int],
-        group: dist.ProcessGroup,
-        like: Tensor,
-        return_dtype: torch.dtype,
-    ) -> None:
-        self._sides, self._owners = list(sides), list(owners)
-        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._to_owners = PackedExchange(group, like.dtype, like.device)
-        self._to_shards = PackedExchange(group, return_dtype, like.device)
-        # Of each owner: 0, or 1 if it failed. Every owner in a bucket sends it anew.
-        self._words = torch.zeros(self._ranks, WORD, device=like.device)
-        self._returning: deque[list[int]] = deque()
-
-    def post_to_owners(
-        self, bucket: list[int], shards: Mapping[int, Tensor], wholes: Mapping[int, Tensor]
-    ) -> None:
-        self._to_owners.post(self._rows_here(bucket, shards), self._rows_of_all(bucket, wholes))
-
-    def finish_to_owners(self) -> None:
-        """The whole matrices of the bucket that was posted first are filled at their owners."""
-        self._to_owners.finish()
-
-    def post_to_shards(
-        self,
-        bucket: list[int],
-        wholes: Mapping[int, Tensor],
-        shards: Mapping[int, Tensor],
-        failed: bool = False,
-    ) -> None:
-        owners = sorted({self._owners[matrix] for matrix in bucket})
-        words: list[Parcel] = []
-        if self._rank in owners:
-            word = self._words.new_full((WORD,), float(failed))
-            words = [Parcel(rank, word) for rank in range(self._ranks)]
-        received = [Parcel(owner, self._words[owner]) for owner in owners]
-        self._to_shards.post(
-            words + self._rows_of_all(bucket, wholes), received + self._rows_here(bucket, shards)
-        )
-        self._returning.append(bucket)
-
-    def finish_to_shards(self, read_words: bool = True) -> list[int]:
-        """The shards of the bucket posted first are filled; returns its matrices that failed.
-
-        These are all of the bucket's that a failed owner has, and the same on every rank. The host
-        waits for the device to read that.
-        """
-        bucket = self._returning.popleft()
-        self._to_shards.finish()
-        words = self._words[:, 0].tolist() if read_words else [0.0] * self._ranks
-        return [matrix for matrix in bucket if words[self._owners[matrix]]]
-
-    def _rows_here(self, bucket: list[int], shards: Mapping[int, Tensor]) -> list[Parcel]:
-        """This rank's rows of every matrix; the peer is the matrix's owner."""
-        return [Parcel(self._owners[matrix], shards[matrix]) for matrix in bucket]
-
-    def _rows_of_all(self, bucket: list[int], wholes: Mapping[int, Tensor]) -> list[Parcel]:
-        """Every rank's rows of the matrices owned here; the peer is the rank that holds them."""
-        return [
-            Parcel(rank, wholes[matrix][slice(*row_range(self._sides[matrix], self._ranks, rank))])
-            for matrix in bucket
-            if self._owners[matrix] == self._rank
-            for rank in range(self._ranks)
-        ]
 
 
 def _views(flat: Tensor, models: Sequence[Tensor]) -> list[Tensor]:
     """Consecutive parts of a flat buffer with the shapes of `models`."""
-    ends = accumulate(model.numel() for model in models)
-    return [
-        flat[end - model.numel() : end].view(model.shape)
-        for model, end in zip(models, ends, strict=True)
-    ]
+    parts = flat.split([model.numel() for model in models])
+    return [part.view(model.shape) for part, model in zip(parts, models, strict=True)]
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -278,7 +129,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 # Manifold Adam for matrices whose rows are sharded over ranks (`weight_layout: row`).
 #
 # Every matrix has one owner, which holds X in float32 and the state (m, v, B, Xslow) and does the
-# step; the parameters of the model hold rows of X. Owners are balanced by d³, the work of a step.
+# step; the parameters of the model hold rows of X. All matrices have one size; owners take turns.
 # In the product form R and W of a block, which follow each other, have one owner: a unit.
 # A step goes through the matrices in buckets, in which every owner has a part:
 #
@@ -292,15 +143,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 #     finish rows(last)
 #
 # So two buckets are in transfer in each direction, and no memory but theirs is needed: two outboxes
-# and two inboxes each way and one bucket of whole gradients, each about `bucket_bytes`. A rank
-# sends 8·P·(R-1)/R² bytes a step for P parameters on R ranks, 6·P·… where rows return in bfloat16.
-#
-# If an update is not finite its owner returns the old rows and says so in the word. Every rank
-# reads it when it finishes those rows, moves no further matrix, takes part in the remaining
-# exchanges and raises FloatingPointError. Rows and owners still agree then; some matrices have
-# been moved: the others of that bucket, those of the buckets before it and of the one after it.
-
-ALIGNMENT = 64  # numbers: 256 bytes
+# and two inboxes each way and two buckets of whole gradients, each about `bucket_bytes`.
 
 
 class RowManifoldAdam:
@@ -328,21 +171,14 @@ class RowManifoldAdam:
         self.names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         self._in_unit = 2 if manifold_adam_arguments.get("parametrisation") == "product" else 1
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        sides = [parameter.shape[-1] for parameter in self._parameters]
-        for name, parameter, side in zip(self.names, self._parameters, sides, strict=True):
-            start, stop = row_range(side, ranks, rank)
-            rows = tuple(local_part(parameter).shape)
-            assert rows == (stop - start, side), f"{name}: {rows} are not rows {start} to {stop}"
-        owners, self._buckets = place_units(sides, self._in_unit, ranks, bucket_bytes)
-        like = local_part(self._parameters[0])
+        self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        units, like = len(self.names) // self._in_unit, local_part(self._parameters[0])
+        shape = (self._in_unit, like.shape[-1], like.shape[-1])
+        buckets = make_buckets(units, 4 * math.prod(shape), self._ranks, bucket_bytes)
+        self._buckets = [[*range(b.start * shape[0], b.stop * shape[0])] for b in buckets]
         # The whole matrices of this rank, by unit: X, or Xslow inside `slow_weights()`.
         self._own = {
-            first // self._in_unit: nn.Parameter(
-                like.new_empty(self._in_unit, sides[first], sides[first])
-            )
-            for first in range(0, len(sides), self._in_unit)
-            if owners[first] == rank
+            u: nn.Parameter(like.new_empty(shape)) for u in range(rank, units, self._ranks)
         }
         for matrix, name in enumerate(self.names):
             if self._owns(matrix):
@@ -350,36 +186,33 @@ class RowManifoldAdam:
         named = [(self.names[unit * self._in_unit], x) for unit, x in self._own.items()]
         # A group of its own: torch refuses an empty list, and a rank may own nothing.
         self._inner = ManifoldAdam([{"params": named}], **manifold_adam_arguments)
-        self.param_groups = self._inner.param_groups
-        self._exchange = RowExchange(sides, owners, group, like, return_dtype or like.dtype)
-        self._gradients = like.new_empty(self._largest_part())
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.initialise_state, self.set_step = self._inner.initialise_state, self._inner.set_step
+        self.state_loaded = self._inner.state_loaded
+        self._to_owners = PackedExchange(group, like.dtype, like.device)
+        self._to_shards = PackedExchange(group, return_dtype or like.dtype, like.device)
+        self._arriving: deque[dict[int, Tensor]] = deque()  # whole gradients, by unit
+        self._always = like.new_ones((), dtype=torch.bool)
         self.share_weights()
 
     @torch.no_grad()
     def step(self, scale: Tensor | None = None, usable: Tensor | None = None) -> None:
-        """Move every matrix that has a gradient: on all ranks the same ones.
+        """Move every matrix.
 
-        scale, usable: as ManifoldAdam's. With the latter the host waits for nothing.
+        scale, usable: as ManifoldAdam's; but without the latter gradients are taken to be finite,
+        since one owner's error would leave the others waiting.
         """
-        moving = [[m for m in b if self._parameters[m].grad is not None] for b in self._buckets]
-        buckets = [bucket for bucket in moving if bucket]
-        if not buckets:
-            return
-        failed: list[int] = []
-        self._post_gradients(buckets[0])
-        for index, bucket in enumerate(buckets):
-            if index + 1 < len(buckets):
-                self._post_gradients(buckets[index + 1])
-            self._exchange.finish_to_owners()
-            sound = bool(failed) or self._move(bucket, scale, usable)
-            self._post_rows(bucket, failed=not sound)
+        usable = self._always if usable is None else usable
+        self._post_gradients(self._buckets[0])
+        for index, bucket in enumerate(self._buckets):
+            if index + 1 < len(self._buckets):
+                self._post_gradients(self._buckets[index + 1])
+            self._to_owners.finish()
+            self._move(self._arriving.popleft(), scale, usable)
+            self._post_rows(bucket)
             if index > 0:
-                failed += self._exchange.finish_to_shards(usable is None)
-        failed += self._exchange.finish_to_shards(usable is None)
-        if failed:
-            names = ", ".join(self.names[matrix] for matrix in failed)
-            which = names if len(failed) == 1 else f"one of {names}"
-            raise FloatingPointError(f"the update of {which} is not finite")
+                self._to_shards.finish()
+        self._to_shards.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self._parameters:
@@ -407,24 +240,8 @@ class RowManifoldAdam:
         for index, bucket in enumerate(self._buckets):
             self._post_rows(bucket)
             if index > 0:
-                self._exchange.finish_to_shards()
-        self._exchange.finish_to_shards()
-
-    @property
-    def state(self) -> Mapping[Tensor, Any]:
-        """Of the matrices that this rank steps."""
-        return self._inner.state
-
-    def initialise_state(self) -> None:
-        """Create the state of all matrices owned here: something to load a checkpoint into."""
-        self._inner.initialise_state()
-
-    def state_loaded(self) -> None:
-        self._inner.state_loaded()
-
-    def set_step(self, step: int) -> None:
-        """How many steps the state has seen, after it was loaded from a checkpoint."""
-        self._inner.set_step(step)
+                self._to_shards.finish()
+        self._to_shards.finish()
 
     def owned_tensors(
         self, name: str, index: tuple[int, ...] = (), with_state: bool = True
@@ -434,7 +251,7 @@ class RowManifoldAdam:
         if not self._owns(matrix):
             return None
         x = self._own[matrix // self._in_unit]
-        tensors = {"model": x.detach(), **(self._inner.state[x] if with_state else {})}
+        tensors = {"model": x.detach(), **(self.state[x] if with_state else {})}
         of_units = {k: t[None] for k, t in tensors.items() if k != "factor" and t.dim()}
         if "factor" in tensors:
             of_units["factor"] = tensors["factor"]
@@ -452,62 +269,33 @@ class RowManifoldAdam:
             gradient = self._parameters[matrix].grad
             assert gradient is not None
             gradients[matrix] = local_part(gradient)
-        self._exchange.post_to_owners(bucket, gradients, self._whole_gradients(bucket))
+        owned, size = [matrix for matrix in bucket if self._owns(matrix)], self._in_unit
+        units = {u: torch.empty_like(self._own[u]) for u in dict.fromkeys(m // size for m in owned)}
+        wholes = {matrix: units[matrix // size][matrix % size] for matrix in owned}
+        self._to_owners.post(self._rows_here(gradients), self._rows_of_all(wholes))
+        self._arriving.append(units)
 
-    def _move(self, bucket: list[int], scale: Tensor | None, usable: Tensor | None) -> bool:
-        """The step of this rank's matrices of a bucket; False if their update is not finite."""
-        units = self._unit_gradients(bucket)
-        for unit, gradient in units.items():
-            self._own[unit].grad = gradient
-        try:
-            self._inner.step(scale=scale, usable=usable)
-        except FloatingPointError:
-            if usable is not None:  # then no rank reads the words
-                raise
-            return False
-        finally:
-            for unit in units:
-                self._own[unit].grad = None
-        return True
-
-    def _post_rows(self, bucket: list[int], failed: bool = False) -> None:
+    def _post_rows(self, bucket: list[int]) -> None:
         shards = {matrix: local_part(self._parameters[matrix]) for matrix in bucket}
         wholes = {matrix: self._whole(matrix) for matrix in bucket if self._owns(matrix)}
-        self._exchange.post_to_shards(bucket, wholes, shards, failed)
+        self._to_shards.post(self._rows_of_all(wholes), self._rows_here(shards))
 
-    def _units(self, bucket: list[int]) -> list[int]:
-        """The units of a bucket that this rank owns."""
-        units = dict.fromkeys(matrix // self._in_unit for matrix in bucket)
-        return [unit for unit in units if unit in self._own]
+    def _rows_here(self, shards: dict[int, Tensor]) -> list[Parcel]:
+        """This rank's rows of matrices; the peer is the matrix's owner."""
+        return [(m // self._in_unit % self._ranks, rows) for m, rows in shards.items()]
 
-    def _unit_gradients(self, bucket: list[int]) -> dict[int, Tensor]:
-        """Where the gradients of this rank's part of a bucket are put together.
+    def _rows_of_all(self, wholes: dict[int, Tensor]) -> list[Parcel]:
+        """Every rank's rows of matrices owned here; the peer is the rank that holds them."""
+        return [
+            (rank, whole[slice(*row_range(len(whole), self._ranks, rank))])
+            for whole in wholes.values()
+            for rank in range(self._ranks)
+        ]
 
-        One memory for all buckets: a bucket's gradients have been used when the next are unpacked.
-        """
-        views, start = {}, 0
-        for unit in self._units(bucket):
-            x = self._own[unit]
-            views[unit] = self._gradients[start : start + x.numel()].view(x.shape)
-            start += _aligned(x.numel())
-        return views
-
-    def _whole_gradients(self, bucket: list[int]) -> dict[int, Tensor]:
-        return {
-            unit * self._in_unit + place: gradient
-            for unit, gradients in self._unit_gradients(bucket).items()
-            for place, gradient in enumerate(gradients)
-        }
-
-    def _largest_part(self) -> int:
-        """The most numbers that this rank's part of a bucket takes."""
-        parts = [self._units(bucket) for bucket in self._buckets]
-        return max(sum(_aligned(self._own[unit].numel()) for unit in part) for part in parts)
-
-
-def _aligned(numbers: int) -> int:
-    """Rounded up so that the next tensor starts where an allocation of its own might.
-
-    Matrix products are faster there, and they round as those of a tensor of its own do.
-    """
-    return -(-numbers // ALIGNMENT) * ALIGNMENT
+    def _move(self, gradients: dict[int, Tensor], scale: Tensor | None, usable: Tensor) -> None:
+        """The step of this rank's matrices of a bucket."""
+        for unit, gradient in gradients.items():
+            self._own[unit].grad = gradient
+        self._inner.step(scale=scale, usable=usable)
+        for unit in gradients:
+            self._own[unit].grad = None

@@ -47,18 +47,16 @@ class BlockStats:
         Drift and move of the matrices that are whole here, 0 for the others. A step does not keep
         Δ, but the moments that it was made of.
         """
-        shards, device = (
-            self._engine.whole_matrices(self._optimizers),
-            self._engine.processes.device,
-        )
-        device = next((shard.tensor.device for shard in shards.values()), device)
+        shards = self._engine.whole_matrices(self._optimizers)
+        devices = [shard.tensor.device for shard in shards.values()]
+        device = devices[0] if devices else self._engine.processes.device
         sizes = torch.zeros(2, self._depth, dtype=torch.float64, device=device)
         group = self._optimizers.manifold.param_groups[0]
         for name in (n.removeprefix("model.") for n in shards if n.startswith("model.")):
             of_block = sizes[:, self._block(name)]
             drift = orthogonality_error(shards[f"model.{name}"].tensor)
             of_block[0] = torch.maximum(of_block[0], drift)
-            if step and f"exp_avg.{name}" in shards:  # a frozen matrix has no moments
+            if step:
                 delta = direction_of(
                     shards[f"exp_avg.{name}"].tensor,
                     shards[f"exp_avg_sq.{name}"].tensor,
@@ -81,16 +79,12 @@ class BlockStats:
         gradients = everyone[:, : depth + 1].sum(0).sqrt()
         largest = everyone[:, depth + 1 :].amax(0)  # 0 for matrices that other ranks hold
         values = {"gradient/head": float(gradients[depth])}
-        by_block = {
-            "gradient": gradients[:depth],
-            "drift": largest[:depth],
-            "move": largest[depth:],
-        }
+        drift, move = largest[:depth], largest[depth:]
+        by_block = {"gradient": gradients[:depth], "drift": drift, "move": move}
         for name, of_blocks in by_block.items():
             for block, value in enumerate(of_blocks.tolist()):
                 values[f"{name}/block_{block:02d}"] = value
-        values["drift/largest"] = float(by_block["drift"].max())
-        values["move/largest"] = float(by_block["move"].max())
+        values |= {"drift/largest": float(drift.max()), "move/largest": float(move.max())}
         return {name: float(f"{value:.6g}") for name, value in values.items()}  # enough to look at
 
     def _block(self, name: str) -> int:

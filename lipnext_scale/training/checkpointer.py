@@ -58,12 +58,12 @@ class Checkpointer:
         One that could not be written is a warning, since a full disk may have room again at the
         next. That one is waited for, and ends the run if it fails too.
         """
-        self.writer.join()
-        self.warn_of_failure()
-        failed = isinstance(self.writer.failure, UserError)  # the same on all ranks
-        if failed:
-            with suppress(UserError):  # rank 0 has printed it
-                self.writer.wait()
+        failed = False
+        try:
+            self.writer.wait()
+        except UserError as error:  # the same on all ranks
+            self._warn_of(error)
+            failed = True
         self._optimizers.initialise_state()  # before the first step there is none
         facts: dict[str, Any] = {
             "loader": self._loader.state_dict(),
@@ -104,8 +104,11 @@ class Checkpointer:
         return {"train/repaired_replicas": self._repaired} if self._repaired else {}
 
     def warn_of_failure(self) -> None:
-        """Print that a checkpoint could not be written, once. Cheap: called after every step."""
-        error = self.writer.failure
+        """Cheap: called after every step."""
+        self._warn_of(self.writer.failure)
+
+    def _warn_of(self, error: BaseException | None) -> None:
+        """Print that a checkpoint could not be written, once."""
         if isinstance(error, UserError) and error is not self._warned_of:
             self._warned_of = error
             if self._engine.processes.rank == 0:

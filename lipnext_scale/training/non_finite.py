@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lipnext_scale.config.recipe import RunConfig
 from lipnext_scale.distributed import Engine
+from lipnext_scale.models.lipnext import named_parts
 from lipnext_scale.utils.errors import RunFailed
 
 
@@ -53,9 +54,9 @@ def what_is_not_finite(engine: Engine, loss: Tensor, norm: Tensor) -> str | None
         return None
     if not torch.isfinite(loss):
         return f"the loss is {loss.item()}"
-    reports = engine.processes.gather_objects(engine.not_finite())
-    anywhere = {name for names in reports for name in names}
-    for name, _ in engine.model.named_parameters():
-        if name in anywhere:
-            return f"the gradient of {name} is not finite"
+    here = {name for name, g, _ in engine.named_gradients() if not g.isfinite().all()}
+    anywhere = set().union(*engine.processes.gather_objects(here))
+    for part in named_parts(engine.model):
+        if part.name in anywhere:
+            return f"the gradient of {part.name} is not finite"
     return f"the gradient norm is {norm.item()}"

@@ -78,8 +78,17 @@ def _ending_blocked(request: StopRequest, stops: set[Signals]) -> Iterator[None]
     ours, systems = socket.socketpair()
     systems.setblocking(False)
     left = threading.Event()
-    arguments = (ours, request, stops, left)
-    threading.Thread(target=_end_if_blocked, args=arguments, name="signals", daemon=True).start()
+
+    def end_if_blocked() -> None:
+        with ours:
+            while received := ours.recv(1):
+                number = received[0]
+                if number in stops and not left.wait(BLOCKED) and request.signal not in stops:
+                    why = f"nothing else happened for {BLOCKED:.0f} s: is another process gone?"
+                    print(f"{Signals(number).name}, and {why}", file=sys.stderr, flush=True)
+                    os._exit(128 + number)  # as Stopped; nothing can be saved or closed
+
+    threading.Thread(target=end_if_blocked, name="signals", daemon=True).start()
     before = signal.set_wakeup_fd(systems.fileno(), warn_on_full_buffer=False)
     try:
         yield
@@ -87,18 +96,6 @@ def _ending_blocked(request: StopRequest, stops: set[Signals]) -> Iterator[None]
         signal.set_wakeup_fd(before)
         left.set()
         systems.close()
-
-
-def _end_if_blocked(
-    ours: socket.socket, request: StopRequest, stops: set[Signals], left: threading.Event
-) -> None:
-    with ours:
-        while received := ours.recv(1):
-            number = received[0]
-            if number in stops and not left.wait(BLOCKED) and request.signal not in stops:
-                why = f"nothing else happened for {BLOCKED:.0f} s: is another process gone?"
-                print(f"{Signals(number).name}, and {why}", file=sys.stderr, flush=True)
-                os._exit(128 + number)  # as Stopped; nothing can be saved or closed
 
 
 # A child would write its own signals to our socket.

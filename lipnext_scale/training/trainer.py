@@ -249,7 +249,7 @@ class Trainer:
         loss, accuracy, request = self._over_all_ranks(loss, accuracy)
         clip = (optim.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         if self.reads_every_step:
-            self._note_signal(int(request))
+            self.stop_signal = Signals(int(request)) if request else None
             updated = self._is_finite(loss, norm)
             if updated:
                 self._update(clip, torch.ones((), dtype=torch.bool))
@@ -287,9 +287,6 @@ class Trainer:
         gathered = self.processes.gather(torch.stack([loss, accuracy, request]))
         return gathered[:, 0].mean(), gathered[:, 1].mean(), gathered[:, 2].max()
 
-    def _note_signal(self, number: int) -> None:
-        self.stop_signal = Signals(number) if number else None
-
     def _is_read_after(self, step: int) -> bool:
         """Whether the host needs to know after this step what happened on the device."""
         every = self.recipe.run.checkpoint_every
@@ -302,7 +299,8 @@ class Trainer:
             return
         rows = torch.stack(self._unread).tolist()
         self._unread.clear()
-        self._note_signal(int(max(request for request, _ in rows)))
+        request = int(max(request for request, _ in rows))
+        self.stop_signal = Signals(request) if request else None
         for step, (_, usable) in enumerate(rows, start=self.step - len(rows) + 1):
             if not usable:
                 line = self.non_finite.skip(step, "the loss or a gradient is not finite")

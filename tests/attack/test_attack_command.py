@@ -104,21 +104,18 @@ def test_a_certificate_that_lacks_keys_is_a_warning(
     broken: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The attack is written; pictures and report stay as they are."""
-    out = ["--out", str(tmp_path), "--samples", "3"]
-    certify([*broken, *out[:2]])
+    certify([*broken, "--out", str(tmp_path)])
     path = tmp_path / "certificate.json"
-    for key in ("histogram", "model"):
-        facts = json.loads(path.read_text())
-        del facts[key]
-        path.write_text(json.dumps(facts))
-        (tmp_path / "attack.json").unlink(missing_ok=True)
-        before = {name: (tmp_path / name).read_bytes() for name in ("report.html", "cra.png")}
-        capsys.readouterr()
-        main([*broken, *QUICK, *out])
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"warning: {tmp_path}/report.html is not changed: ") and key in line
-        assert (tmp_path / "attack.json").exists()
-        assert before == {name: (tmp_path / name).read_bytes() for name in before}
+    facts = json.loads(path.read_text())
+    del facts["histogram"]
+    path.write_text(json.dumps(facts))
+    before = {name: (tmp_path / name).read_bytes() for name in ("report.html", "cra.png")}
+    capsys.readouterr()
+    main([*broken, *QUICK, "--out", str(tmp_path), "--samples", "3"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {tmp_path}/report.html is not changed: ")
+    assert "histogram" in line and (tmp_path / "attack.json").exists()
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
 
 def test_some_samples_evenly_spaced(broken: list[str], tmp_path: Path) -> None:
@@ -141,9 +138,9 @@ def test_some_samples_evenly_spaced(broken: list[str], tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--samples", "10"], "--samples 10: must be 1 to 9"),
-        (["--steps", "0"], "--steps 0"),
-        (["--inside", "1.5"], "--inside 1.5"),
-        (["--assume-lipschitz", "0"], "--assume-lipschitz 0"),
+        (["--steps", "0"], "argument --steps: 0 must be a whole number from 1"),
+        (["--inside", "1.5"], "argument --inside: 1.5 must be a number above 0 and at most 1"),
+        (["--assume-lipschitz", "0"], "argument --assume-lipschitz: 0 must"),
     ],
 )
 def test_mistakes_end_in_one_line_and_exit_code_2(

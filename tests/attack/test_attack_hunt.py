@@ -91,7 +91,7 @@ def test_a_label_that_nothing_can_change() -> None:
     attacker, targets = prepared(model, images_of(3))
     assert (targets.radii > 100).all() and count(hunt(attacker, targets)) == 0
     assert nearest_change(attacker, targets.only(torch.tensor([0]))) is None
-    assert robust_at(attacker, targets, (0.1, 1e300))[0].all()
+    assert robust_at(attacker, targets, targets.labels == targets.labels, (0.1, 1e300))[0].all()
 
 
 def test_robust_accuracy_lies_between_certified_and_clean() -> None:
@@ -100,7 +100,10 @@ def test_robust_accuracy_lies_between_certified_and_clean() -> None:
     attacker, targets = prepared(model, images_of(40, 8))
     middle = targets.radii.median().item()
     epsilons = (8 * middle, 0.0, middle, 2 * middle)
-    rows, attacks, violations = robust_at(attacker, targets, epsilons)
+    correct = torch.arange(40) > 0
+    rows, attacks, violations = robust_at(attacker, targets, correct, epsilons)
+    assert not rows[:, 0].any() and not attacks[:, 0].any()
+    rows, attacks, targets = rows[:, correct], attacks[:, correct], targets.only(correct)
     robust = dict(zip(epsilons, rows, strict=True))
     assert robust[0.0].all() and not attacks[1].any()
     assert not (robust[2 * middle] & ~robust[middle]).any()
@@ -121,7 +124,7 @@ def test_robust_accuracy_notices_a_violation_too() -> None:
     model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 1, 4), seed=2).double()
     attacker, targets = prepared(model, images_of(5, 8))
     lies = Targets(targets.images, targets.labels, torch.full_like(targets.radii, 99), targets.ids)
-    robust, _, violations = robust_at(attacker, lies, (100.0,))
+    robust, _, violations = robust_at(attacker, lies, torch.ones(5, dtype=torch.bool), (100.0,))
     assert count(violations) == (~robust).sum() > 0
 
 

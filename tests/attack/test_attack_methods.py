@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lipnext_scale.attacks import METHODS, random_starts, search_copy, smallest_margins
+from lipnext_scale.attacks import METHODS, random_starts, smallest_margins
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
@@ -116,16 +116,3 @@ def test_a_start_depends_on_the_sample_alone_and_not_on_its_batch() -> None:
     for seed, restart, stream in ((1, 1, 0), (0, 0, 0), (0, 1, 1)):
         other = random_starts((1, 4, 4), seed, torch.tensor([7]), restart, stream)
         assert not torch.equal(alone, other)
-
-
-@pytest.mark.parametrize("layout", ["bank", "row"])
-def test_the_copy_to_search_with_is_the_same_function(layout: str) -> None:
-    """In float32, without gradients of weights; the model itself stays as it was."""
-    model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 1, 5), seed=0, layout=layout).double()
-    before = [parameter.clone() for parameter in model.parameters()]
-    copy, images = search_copy(model), images_of(5, side=8)
-    torch.testing.assert_close(copy(images), model(images.double()).float(), rtol=0, atol=1e-5)
-    assert {p.dtype for p in copy.parameters()} == {torch.float32}
-    assert not any(p.requires_grad for p in copy.parameters())
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    assert all(p.requires_grad for p in model.parameters())

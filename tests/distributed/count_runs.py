@@ -22,24 +22,12 @@ from lipnext_scale.data import evaluation as datasets
 from lipnext_scale.training.trainer import Trainer
 
 # Five steps an epoch. The batch can be shared by 1 to 4 ranks, in one part or two.
-SETTINGS = [
-    "data.train=builtin:digits/test-*.tar.gz",
-    "data.test=builtin:digits/test-*.tar.gz",
-    "data.batch_size=72",
-    "model.depth=4",
-    "model.width=16",
-    "model.image_size=8",
-    "model.patch_size=4",
-    "model.in_channels=1",
-    "optim.epochs=4",
-    "optim.warmup_epochs=1",
-    "optim.lookahead=3",
-    "loss.logit_scale=8",
-    "run.summary=false",
-    "run.eval_every=0",
-    "run.log_every=1",
-    "run.checkpoint_every=0",
-]
+SETTINGS = """
+data.train=builtin:digits/test-*.tar.gz data.test=builtin:digits/test-*.tar.gz data.batch_size=72
+model.depth=4 model.width=16 model.image_size=8 model.patch_size=4 model.in_channels=1
+optim.epochs=4 optim.warmup_epochs=1 optim.lookahead=3 loss.logit_scale=8 run.summary=false
+run.eval_every=0 run.log_every=1 run.checkpoint_every=0
+""".split()
 
 
 @dataclass(frozen=True)

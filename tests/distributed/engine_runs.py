@@ -22,19 +22,12 @@ import torch.distributed as dist
 from gloo import run_processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from training.small import checkpoint_content
 
-from lipnext_scale.checkpoint import (
-    StateShard,
-    StateShards,
-    latest_checkpoint,
-    load_shards,
-    read_facts,
-    stored_shapes,
-    verify_checkpoint,
-)
-from lipnext_scale.checkpoint.io import read_metadata
+from lipnext_scale.checkpoint import StateShard, StateShards, latest_checkpoint
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import evaluation as datasets
+from lipnext_scale.distributed import DeepSpeedEngine
 from lipnext_scale.distributed.engine import DTYPES
 from lipnext_scale.distributed.replicas import SharedManifoldAdam
 from lipnext_scale.optim import local_part
@@ -42,31 +35,13 @@ from lipnext_scale.training.trainer import Trainer
 
 # The sets are exchanged: 360 images are 5 steps an epoch, and neither 2 nor 4 ranks share the 1437
 # test images evenly.
-SETTINGS = [
-    "data.train=builtin:digits/test-*.tar.gz",
-    "data.test=builtin:digits/train-*.tar.gz",
-    "data.batch_size=72",
-    "data.augment.crop_padding=1",
-    "model.depth=4",
-    "model.width=18",
-    "model.image_size=8",
-    "model.patch_size=2",
-    "model.in_channels=1",
-    "loss.radius_max=0.5",
-    "loss.logit_scale=4",
-    "optim.lr=1e-2",
-    "optim.euclidean_lr=1e-2",
-    "optim.eps=1e-3",
-    "optim.lookahead=3",
-    "optim.clip_norm=8",
-    "optim.epochs=4",
-    "optim.warmup_epochs=0.1",
-    "run.max_steps=11",
-    "run.log_every=10",
-    "run.eval_every=0",
-    "run.checkpoint_every=0",
-    "run.summary=false",
-]
+SETTINGS = """
+data.train=builtin:digits/test-*.tar.gz data.test=builtin:digits/train-*.tar.gz data.batch_size=72
+data.augment.crop_padding=1 model.depth=4 model.width=18 model.image_size=8 model.patch_size=2
+model.in_channels=1 loss.radius_max=0.5 loss.logit_scale=4 optim.lr=1e-2 optim.euclidean_lr=1e-2
+optim.eps=1e-3 optim.lookahead=3 optim.clip_norm=8 optim.epochs=4 optim.warmup_epochs=0.1
+run.max_steps=11 run.log_every=10 run.eval_every=0 run.checkpoint_every=0 run.summary=false
+""".split()
 STEPS = 11
 # How far runs in float64 may lie apart, of the largest number of each kind. A sum of n = 72·16
 # terms loses at most n·2⁻⁵³ = 1e-13 of them, and Adam's lr·g/(|g| + ε) makes at most lr/ε = 10
@@ -141,11 +116,10 @@ def train(
     change: done to the trainer before its first step.
     """
     with arithmetic(dtype_of(overrides)):
-        return _train(directory, *overrides, change=change)
+        return train_steps(build_trainer(directory, *overrides), change)
 
 
-def _train(directory: Path, *overrides: str, change: Callable[[Trainer], None] | None) -> Outcome:
-    trainer = build_trainer(directory, *overrides)
+def train_steps(trainer: Trainer, change: Callable[[Trainer], None] | None) -> Outcome:
     if change is not None:
         change(trainer)
     start = held_shards(trainer, weights_only=True)
@@ -154,12 +128,12 @@ def _train(directory: Path, *overrides: str, change: Callable[[Trainer], None] |
     for batch in trainer.loader:
         metrics.append(trainer.train_step(batch))
         if trainer.step in (STEPS // 2, trainer.last_step):
-            scores.append(
-                trainer.observer.evaluation.of_test_set()
-            )  # training must go on as if it had not been
+            # Training must go on as if it had not been.
+            scores.append(trainer.observer.evaluation.of_test_set())
         if trainer.step == trainer.last_step:
             break
     require_rows_of_owners(trainer)
+    require_whole_weights(trainer)
     return Outcome(
         engine=trainer.engine.describe(),
         losses=[float(values["train/loss"]) for values in metrics],
@@ -185,7 +159,7 @@ def run_each(
     world_size: int, directory: Path, configurations: Configurations
 ) -> dict[str, Outcome]:
     """Every configuration on `world_size` ranks, as all of them together saw it."""
-    ranks = run_processes(world_size, train_each, directory, configurations)
+    ranks = run_processes(world_size, train_each, directory, configurations, timeout=300)
     return {name: of_all_ranks([outcomes[name] for outcomes in ranks]) for name in configurations}
 
 
@@ -232,15 +206,12 @@ def joined(parts: Sequence[StateShards]) -> dict[str, Tensor]:
 
 
 def whole_shards(tensors: dict[str, Tensor]) -> StateShards:
-    return {
-        name: StateShard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
-        for name, tensor in tensors.items()
-    }
+    return {name: StateShard.full(tensor) for name, tensor in tensors.items()}
 
 
 def require_rows_of_owners(trainer: Trainer) -> None:
     """Every rank's rows or copies are those of the owner, in the type that computes."""
-    owned = trainer.engine.owned_matrices()
+    owned = trainer.engine.owner
     if owned is None:
         return
     dtype = DTYPES[trainer.recipe.parallel.precision]
@@ -259,6 +230,24 @@ def require_rows_of_owners(trainer: Trainer) -> None:
                 assert torch.equal(whole, own.to(dtype).to(whole.dtype)), name
 
 
+def require_whole_weights(trainer: Trainer) -> None:
+    """Padding is still identities; in ZeRO-1 and 2 the model has the numbers of the partitions."""
+    engine = trainer.engine
+    if not isinstance(engine, DeepSpeedEngine):
+        return
+    weights = dict(trainer.model.named_parameters())
+    for partition in engine.partitions:
+        for slot in partition.slots:
+            name, here = partition.names[slot.index], partition.flat.detach()[slot.in_partition]
+            if not name:
+                width = partition.width
+                for matrix in here.view(-1, width, width):
+                    assert torch.equal(matrix, torch.eye(width))
+            elif trainer.recipe.parallel.zero_stage < 3:
+                published = weights[name].detach().flatten()[slot.in_parameter]
+                assert torch.equal(published, here.to(published.dtype)), name
+
+
 def relative_errors(ours: Outcome, reference: Outcome) -> dict[str, float]:
     """`tensor_errors` of all tensors, of the losses and of the gradient norms of all steps."""
 
@@ -275,7 +264,7 @@ def relative_errors(ours: Outcome, reference: Outcome) -> dict[str, float]:
 def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
     """The largest difference of each kind of number, in units of the largest of that kind.
 
-    A kind is the first part of a name: those of `training_state` are model, slow, exp_avg,
+    A kind is the first part of a name: those of `state_shards` are model, slow, exp_avg,
     exp_avg_sq and buffer.
     """
     assert ours.keys() == reference.keys()
@@ -376,13 +365,3 @@ def stored(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     path = latest_checkpoint(directory / "checkpoints")
     assert path is not None
     return checkpoint_content(path)
-
-
-def checkpoint_content(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(facts, tensors), all of one type."""
-    verify_checkpoint(path)
-    shapes, metadata = stored_shapes(path), read_metadata(path).state_dict_metadata
-    (dtype,) = {metadata[name].properties.dtype for name in shapes}
-    tensors = {n: torch.full(shape, torch.nan, dtype=dtype) for n, shape in shapes.items()}
-    load_shards(path, whole_shards(tensors))
-    return read_facts(path), tensors

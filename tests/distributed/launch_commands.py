@@ -1,7 +1,6 @@
 """A small run as users start it: by a launcher or without, watched and interfered with."""
 
 import importlib.util
-import json
 import os
 import signal
 import socket
@@ -14,27 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from lipnext_scale.observe.metrics import read_records
+
 ROOT = Path(__file__).parents[2]
 # 120 steps of some 20 ms. ε is large enough that Adam does not make steps of rounding errors.
-SETTINGS = [
-    "data.train=builtin:digits/test-*.tar.gz",
-    "data.test=builtin:digits/test-*.tar.gz",
-    "data.batch_size=72",
-    "model.depth=2",
-    "model.width=16",
-    "model.image_size=8",
-    "model.patch_size=4",
-    "model.in_channels=1",
-    "optim.epochs=24",
-    "optim.warmup_epochs=1",
-    "optim.lookahead=3",
-    "optim.eps=1e-3",
-    "loss.logit_scale=8",
-    "run.summary=false",
-    "run.eval_every=12",
-    "run.log_every=1",
-    "run.checkpoint_every=0",
-]
+SETTINGS = """
+data.train=builtin:digits/test-*.tar.gz data.test=builtin:digits/test-*.tar.gz data.batch_size=72
+model.depth=2 model.width=16 model.image_size=8 model.patch_size=4 model.in_channels=1
+optim.epochs=24 optim.warmup_epochs=1 optim.lookahead=3 optim.eps=1e-3 loss.logit_scale=8
+run.summary=false run.eval_every=12 run.log_every=1 run.checkpoint_every=0
+""".split()
 STEPS = 120
 PATIENCE = 120  # seconds, of a test
 
@@ -96,14 +84,19 @@ def started(
     try:
         yield process
     finally:
-        left = workers(process.pid) if process.poll() is None else {}
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """A launcher and its workers: each is a session of its own."""
+    left = workers(process.pid) if process.poll() is None else {}
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in left.values():
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        for pid in left.values():  # torchrun gives each of its workers a session of its own
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if process.returncode is None:
-            process.communicate()
+            os.kill(pid, signal.SIGKILL)
+    if process.returncode is None:
+        process.communicate()
 
 
 def _with_root() -> str:
@@ -120,11 +113,7 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> 
 
 
 def steps_logged(run: Path) -> list[int]:
-    metrics = run / "metrics.jsonl"
-    if not metrics.exists():
-        return []
-    lines = metrics.read_text().splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]  # one may be half written
+    records = read_records(run / "metrics.jsonl")
     return [record["step"] for record in records if "train/loss" in record]
 
 

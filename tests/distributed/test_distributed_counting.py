@@ -125,8 +125,9 @@ def build(rank: int, world: int, layout: str, config: LipNeXtConfig) -> tuple[in
     parallel = ParallelConfig(engine="fsdp", weight_layout=layout, row_bucket_mb=1)
     engine = build_engine(parallel, "cpu")
     left, most, _ = allocated_by(lambda: engine.build(config, seed=0))
-    _, most_of_optimizers, _ = allocated_by(lambda: engine.optimizers(OptimConfig()))
-    return left, most, left + most_of_optimizers
+    # The least of five: buffers of exchanges may seem to be left (`allocated_by`).
+    tries = [allocated_by(lambda: engine.optimizers(OptimConfig()))[1] for _ in range(5)]
+    return left, most, left + min(tries)
 
 
 @pytest.mark.parametrize("layout, width", [("bank", 128), ("row", 512)])
@@ -137,5 +138,5 @@ def test_no_rank_ever_has_the_whole_model(layout: str, width: int) -> None:
     for left, most, most_with_optimizers in run_processes(4, build, layout, config):
         assert 8 * matrix <= left <= (8 + others) * matrix
         assert most <= (8 + 4 + others) * matrix  # what makes one orthogonal matrix
-        if layout == "row":  # as many at the owner, gradients of a block, two boxes for it each way
-            assert most_with_optimizers <= (8 + 8 + 2 + 6 + others) * matrix
+        if layout == "row":  # as many at the owner, two boxes for a block each way
+            assert most_with_optimizers <= (8 + 8 + 6 + others) * matrix

@@ -14,6 +14,7 @@ from launch_commands import (
     train,
 )
 
+from lipnext_scale.observe.metrics import read_records
 from lipnext_scale.train import main
 
 pytestmark = pytest.mark.slow
@@ -36,7 +37,7 @@ def few(directory: Path) -> list[str]:
 
 
 def losses(directory: Path) -> list[float]:
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(directory / "metrics.jsonl")
     return [record["train/loss"] for record in records if "train/loss" in record]
 
 

@@ -15,7 +15,6 @@ from lipnext_scale.distributed.deepspeed import (
     between,
     flat_group_slots,
     has_whole_pairs,
-    padding_pairs,
     parameter_slots,
 )
 from lipnext_scale.distributed.fsdp import REPLICATE, SHARD, build_mesh, choose_shard_size
@@ -160,7 +159,7 @@ def test_padding_makes_whole_pairs(banks: list[int], width: int, ranks: int) -> 
         filled_up = sum(with_padding) == ranks * layouts[0][0]
         return filled_up and all(has_whole_pairs(*layout, width) for layout in layouts)
 
-    padding = padding_pairs(sum(banks), ranks)
+    padding = -sum(banks) % ranks  # as `DeepSpeedEngine._make_padding` has it
     assert 0 <= padding < ranks and whole(padding)
     assert not any(whole(fewer) for fewer in range(padding))
 

@@ -22,7 +22,6 @@ from engine_runs import (
     arithmetic,
     assert_same_bits,
     build_trainer,
-    checkpoint_content,
     checkpointed,
     continue_each,
     continue_run,
@@ -37,6 +36,7 @@ from engine_runs import (
 )
 from gloo import run_processes
 from torch import Tensor
+from training.small import checkpoint_content
 
 from lipnext_scale.checkpoint import StateShards
 from lipnext_scale.checkpoint.exports import save_export, stable_parameters

@@ -25,7 +25,8 @@ from engine_runs import (
 from gloo import run_processes
 from torch import Tensor
 
-from lipnext_scale.distributed import build_engine, training_state
+from lipnext_scale.checkpoint.exports import stable_parameters
+from lipnext_scale.distributed import build_engine
 from lipnext_scale.distributed.processes import fake_group
 from lipnext_scale.models import LipNeXt
 from lipnext_scale.optim import local_part
@@ -142,8 +143,8 @@ def test_every_start_is_that_of_the_model(runs: Runs) -> None:
         overrides = ENGINES[world_size][name]
         configured = recipe(runs.directory, *overrides)
         with arithmetic(torch.float64):
-            shards = training_state(LipNeXt(configured.model, configured.run.seed), None)
-        expected = {key: shard.tensor for key, shard in shards.items()}
+            weights = stable_parameters(LipNeXt(configured.model, configured.run.seed))
+        expected = {f"model.{key}": tensor for key, tensor in weights.items()}
         assert_same_bits(runs.engines(world_size)[name].weights_at_start, expected)
 
 

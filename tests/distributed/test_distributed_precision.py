@@ -56,22 +56,19 @@ SAME_ROUNDINGS = ONE_ROUNDING / 10
 Tensors = dict[str, Tensor]
 
 
-class Types:
-    """What the groups and the head computed with, noted in every forward pass."""
+def note_types(trainer: Trainer) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """What the groups and the head compute with, noted in every forward pass."""
+    of_groups: set[torch.dtype] = set()
+    of_head: set[torch.dtype] = set()
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.groups: set[torch.dtype] = set()
-        self.head: set[torch.dtype] = set()
-        for group in trainer.model.block_groups():
-            group.register_forward_hook(self._group)
-        trainer.model.head.register_forward_hook(self._head)
-
-    def _group(self, group: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        self.groups.add(output.dtype)
-
-    def _head(self, head: nn.Module, inputs: tuple[Tensor], outputs: tuple[Tensor]) -> None:
-        self.head |= {tensor.dtype for tensor in (head.weight, *outputs)}
+    def note_head(head: nn.Module, inputs: tuple[Tensor], outputs: tuple[Tensor]) -> None:
+        of_head.update(tensor.dtype for tensor in (head.weight, *outputs))
         assert not torch.equal(head.weight, head.weight.bfloat16().float())
+
+    for group in trainer.model.block_groups():
+        group.register_forward_hook(lambda _group, _inputs, output: of_groups.add(output.dtype))
+    trainer.model.head.register_forward_hook(note_head)
+    return of_groups, of_head
 
 
 def held_types(trainer: Trainer) -> set[torch.dtype]:
@@ -87,7 +84,7 @@ def train_and_resume(directory: Path, *overrides: str) -> tuple[list[float], Sta
     losses: list[float] = []
     for last_step in (3, STEPS):
         trainer = build_trainer(directory, *TINY, *overrides)
-        types = Types(trainer)
+        of_groups, of_head = note_types(trainer)
         for batch in trainer.loader:
             losses.append(float(trainer.train_step(batch)["train/loss"]))
             assert held_types(trainer) == {torch.float32}
@@ -96,7 +93,7 @@ def train_and_resume(directory: Path, *overrides: str) -> tuple[list[float], Sta
         trainer.save()
         trainer.checkpointer.writer.wait()
         require_rows_of_owners(trainer)
-        assert types.groups == {expected} and types.head == {torch.float32}
+        assert of_groups == {expected} and of_head == {torch.float32}
     assert len(losses) == STEPS
     return losses, held_shards(trainer)
 

@@ -20,17 +20,15 @@ from engine_runs import (
     assert_parity_in_float32,
     assert_same_bits,
     build_trainer,
-    of_all_ranks,
     relative_errors,
     rounding_alone,
+    run_each,
     train,
 )
 from gloo import run_processes
 from torch import Tensor, nn
 
-from lipnext_scale.distributed import DeepSpeedEngine
 from lipnext_scale.manifold import orthogonality_error
-from lipnext_scale.training.trainer import Trainer
 from lipnext_scale.utils.errors import RunFailed
 
 pytestmark = pytest.mark.slow
@@ -80,44 +78,9 @@ def rounding(directory: Path, single: Outcome) -> dict[str, float]:
     return rounding_alone(directory, single)
 
 
-def require_whole_weights(trainer: Trainer) -> None:
-    """Padding is still identities; in ZeRO-1 and 2 the model has the numbers of the partitions."""
-    engine = trainer.engine
-    if not isinstance(engine, DeepSpeedEngine):
-        return
-    weights = dict(trainer.model.named_parameters())
-    for partition in engine.partitions:
-        for slot in partition.slots:
-            name, here = partition.names[slot.index], partition.flat.detach()[slot.in_partition]
-            if not name:
-                width = partition.width
-                for matrix in here.view(-1, width, width):
-                    assert torch.equal(matrix, torch.eye(width))
-            elif trainer.recipe.parallel.zero_stage < 3:
-                published = weights[name].detach().flatten()[slot.in_parameter]
-                assert torch.equal(published, here.to(published.dtype)), name
-
-
-def train_all(
-    rank: int, world_size: int, directory: Path, configurations: Configurations
-) -> dict[str, Outcome]:
-    outcomes = {}
-    for name, overrides in configurations.items():
-        trainers: list[Trainer] = []
-        path = directory / f"{world_size} {name}"
-        outcomes[name] = train(path, *overrides, change=trainers.append)
-        require_whole_weights(trainers[0])
-    return outcomes
-
-
-def run_all(world_size: int, directory: Path, configurations: Configurations) -> dict[str, Outcome]:
-    ranks = run_processes(world_size, train_all, directory, configurations, timeout=300)
-    return {name: of_all_ranks([outcomes[name] for outcomes in ranks]) for name in configurations}
-
-
 @pytest.fixture(scope="module")
 def runs(directory: Path) -> dict[int, dict[str, Outcome]]:
-    return {world_size: run_all(world_size, directory, RUNS[world_size]) for world_size in RUNS}
+    return {world_size: run_each(world_size, directory, RUNS[world_size]) for world_size in RUNS}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +108,7 @@ def test_zero_trains_odd_matrices_as_one_process_does(directory: Path) -> None:
     alone = train(directory / "odd" / "single", *SMOOTH, *ODD)
     rounding = rounding_alone(directory / "odd", alone, *ODD)
     for world_size, configurations in ODD_RUNS.items():
-        for ours in run_all(world_size, directory / "odd", configurations).values():
+        for ours in run_each(world_size, directory / "odd", configurations).values():
             assert_parity_in_float32(ours, alone, rounding)
 
 
@@ -159,7 +122,7 @@ def test_bf16_computes_with_rounded_weights_and_keeps_float32(
         "2": [*ZERO[2], BF16, TWICE],
         "3 offloaded": [*ZERO[3], BF16, OFFLOAD],
     }
-    ours = run_all(2, directory / "bf16", configurations)
+    ours = run_each(2, directory / "bf16", configurations)
     for name in configurations.keys() - {"fsdp"}:
         # Each is as far from float32 as bf16 makes it, so from another at most twice as far.
         lost = relative_errors(ours["fsdp"], single)["model"]

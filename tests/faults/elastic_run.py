@@ -8,10 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-from distributed.launch_commands import ROOT, workers
+from distributed.launch_commands import ROOT, end, workers
 from small_disk import fill
 
 from lipnext_scale.checkpoint.directory import complete_checkpoints
@@ -52,6 +51,7 @@ class ElasticRun:
             },
             stdout=self.log.open("ab"),
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     def wait_for_end(self) -> None:
@@ -61,13 +61,8 @@ class ElasticRun:
 
     def end(self) -> None:
         """Nothing is left of it."""
-        if self.process is not None and self.process.poll() is None:
-            left = list(self.pids().values())
-            self.process.kill()
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.wait()
+        if self.process is not None:
+            end(self.process)
 
     def pids(self) -> dict[int, int]:
         assert self.process is not None

@@ -1,6 +1,7 @@
 """A full disk: the free space is printed, nothing half-written stays, the run can continue."""
 
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def train(disk: Path, full_after: int, room_after: int, *overrides: str) -> None
     def disturbed(batch: object) -> object:
         values = step(batch)  # type: ignore[arg-type]
         if trainer.step in (full_after, room_after):
-            trainer.checkpointer.writer.join()
+            wait(filter(None, [trainer.checkpointer.writer._saving]))
             (fill if trainer.step == full_after else room_again)(filler)
         return values
 

@@ -15,13 +15,10 @@ from lipnext_scale.utils.errors import RunFailed
 
 # ε is large enough that Adam does not make steps of rounding errors, so engines can be compared.
 # Nothing is evaluated; a quarter of the digits makes epochs of as many steps.
-SETTINGS = [
-    "data.train=builtin:digits/test-*.tar.gz",
-    "data.batch_size=120",
-    "optim.eps=1e-2",
-    "run.keep_checkpoints=9",
-    "run.eval_every=0",
-]
+SETTINGS = """
+data.train=builtin:digits/test-*.tar.gz data.batch_size=120 optim.eps=1e-2 run.keep_checkpoints=9
+run.eval_every=0
+""".split()
 ENGINES = {
     "single": ["parallel.engine=single"],
     "ddp": ["parallel.engine=ddp"],

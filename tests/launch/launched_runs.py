@@ -1,15 +1,14 @@
 """A small run for launchers: 60 steps on digits, over as many processes as they start."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from distributed import launch_commands
-from distributed.launch_commands import free_port, workers
+from distributed.launch_commands import end, free_port
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
@@ -62,10 +61,4 @@ def two_machines(
         yield machines
     finally:
         for machine in machines:
-            if machine.poll() is None:
-                left = workers(machine.pid).values()  # each is a session of its own
-                os.killpg(machine.pid, signal.SIGKILL)
-                for pid in left:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                machine.communicate()
+            end(machine)

@@ -66,12 +66,10 @@ def test_what_the_environment_says_stays() -> None:
 def test_the_id_of_a_job_is_its_own(tmp_path: Path) -> None:
     """Also where all have the same process id, as containers do; on several nodes it is no one's:
     they could not agree on another by themselves."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho $@\n")
-    python.chmod(0o755)
+    write_programs(tmp_path, {"python": "echo $@\n"})
 
     def run_id(**variables: str) -> str:
-        done = launch("configs/digits.yaml", LIPNEXT_PYTHON=str(python), **variables)
+        done = launch("configs/digits.yaml", LIPNEXT_PYTHON=f"{tmp_path}/python", **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout.partition("--rdzv-id ")[2].split()[0]
 

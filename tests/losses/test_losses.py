@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from lipnext_scale.losses import (
     LossConfig,
     class_distances,
-    class_distances_reference,
     compute_loss,
     emma_loss,
     logit_annealing_loss,
@@ -28,6 +27,11 @@ LOSSES = {
     "trades": trades_loss,
     "logit_annealing": logit_annealing_loss,
 }
+
+
+def class_distances_reference(weight):
+    """From the differences themselves: classes²·width numbers."""
+    return (weight[:, None, :] - weight[None, :, :]).norm(dim=-1)
 
 
 def draw(seed: int, samples: int = 5, classes: int = 6, scale: float = 1.0):

@@ -1,6 +1,5 @@
 """Small runs that record everything at every step, and their records."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from torch import Tensor
 from training.small import final_state, small_recipe
 
 from lipnext_scale.config.recipe import Recipe
+from lipnext_scale.observe.metrics import read_records
 from lipnext_scale.training.trainer import Trainer
 
 # Four blocks of width 16, 14 steps an epoch. ε of Adam is large, so that engines agree
@@ -38,8 +38,7 @@ def run_each(rank: int, world: int, directory: Path, configurations: dict[str, l
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return read_records(directory / "metrics.jsonl")
 
 
 def last_record(directory: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from lipnext_scale.checkpoint import (
     stored_shapes,
     verify_checkpoint,
 )
+from lipnext_scale.checkpoint.io import read_metadata
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.training import trainer as trainer_module
 from lipnext_scale.training.trainer import Trainer
@@ -41,10 +42,18 @@ def final_state(directory: Path) -> dict:
 
 def state_of(path: Path) -> dict:
     """The facts and every tensor by name of a checkpoint, which is intact."""
+    facts, tensors = checkpoint_content(path)
+    return {**facts, **tensors}
+
+
+def checkpoint_content(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """(facts, tensors), all of one type."""
     verify_checkpoint(path)
-    tensors = {name: torch.empty(shape) for name, shape in stored_shapes(path).items()}
+    shapes, metadata = stored_shapes(path), read_metadata(path).state_dict_metadata
+    (dtype,) = {metadata[name].properties.dtype for name in shapes}
+    tensors = {n: torch.full(shape, torch.nan, dtype=dtype) for n, shape in shapes.items()}
     load_shards(path, {name: StateShard.full(tensor) for name, tensor in tensors.items()})
-    return {**read_facts(path), **tensors}
+    return read_facts(path), tensors
 
 
 def assert_same(one: object, other: object, where: str = "state") -> None:

@@ -1,7 +1,6 @@
 """Runs on sharded data: workers, damaged shards, bad samples, processes that die."""
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import catalog
 from lipnext_scale.data.loader import made_by_workers
+from lipnext_scale.observe.metrics import read_records
 from lipnext_scale.training.trainer import Trainer
 from lipnext_scale.utils.errors import RunFailed, UserError
 from lipnext_scale.utils.files import file_sha256
@@ -46,7 +46,7 @@ def recipe(sets: list[str], run: Path, *overrides: str) -> Recipe:
 
 
 def values(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_records(run / "metrics.jsonl")
 
 
 # --- exact, with any number of workers ---------------------------------------------------------
@@ -185,7 +185,7 @@ def start_command(sets: list[str], run: Path, *overrides: str) -> subprocess.Pop
         text=True,
         start_new_session=True,
     )
-    while not (run / "metrics.jsonl").exists() or not values(run):
+    while not values(run):
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     return process

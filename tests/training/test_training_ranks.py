@@ -56,7 +56,7 @@ def save_unequal_copies(rank: int, world: int, directory: Path, *overrides: str)
 
 @torch.no_grad()
 def flip_a_bit(trainer: Trainer) -> None:
-    owned = trainer.engine.owned_matrices()
+    owned = trainer.engine.owner
     if isinstance(owned, RowManifoldAdam):
         found = (owned.owned_tensors(name) for name in owned.names)
         index, tensors = next(pair for pair in found if pair is not None)
