@@ -11,7 +11,13 @@ import pytest
 from lipnext_scale.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
-PREPARING = [p.stem for p in (ROOT / "data_prep").glob("*.py") if "def main(" in p.read_text()]
+
+
+def commands_of(package: str) -> list[str]:
+    files = (ROOT / package).glob("*.py")
+    return [f"{package}.{path.stem}" for path in files if "def main(" in path.read_text("utf-8")]
+
+
 # The first import of torch ends a module: what OpenMP would read is known then.
 STARTS = """
 import json, os, runpy, sys
@@ -50,7 +56,9 @@ print(json.dumps(found))
 
 
 def test_commands_wait_passively_and_a_library_changes_nothing() -> None:
-    names = [f"lipnext_scale.{name}" for name in COMMANDS] + [f"data_prep.{n}" for n in PREPARING]
+    names = [f"lipnext_scale.{name}" for name in COMMANDS]
+    assert {*commands_of("lipnext_scale")} == {*names, "lipnext_scale.cli"}
+    names += commands_of("data_prep")
     done = subprocess.run(
         [sys.executable, "-c", STARTS],
         input=json.dumps(names),
