@@ -44,6 +44,7 @@ RUN python runtime_packages.py /opt/venv '_libffcv*.so' > /opt/runtime-packages
 # ---- package: the code as a wheel ----------------------------------------------------------------
 FROM dependencies AS package
 COPY README.md ./
+COPY configs configs
 COPY data_prep data_prep
 COPY lipnext_scale lipnext_scale
 RUN pip wheel --quiet --no-deps --wheel-dir /opt/package .

@@ -8,6 +8,9 @@ BENCH_STAMP := $(VENV)/.installed-bench
 FFCV_NEEDS := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(if $(shell pkg-config --exists opencv4 libturbojpeg 2>/dev/null && echo yes),$(VENV)/.installed-ffcv)
 
+# Idle threads sleep: they do not spin on cores that others use.
+export OMP_WAIT_POLICY ?= passive
+
 .PHONY: env demo test check lint bench image clean
 
 env: $(STAMP) $(FFCV_STAMP)

@@ -21,8 +21,9 @@ from benchmarks.memory import training_memory
 from benchmarks.sharded_step import IMAGES, PATCH, SIDE, Variant, measure, slowest
 from benchmarks.timing import machine, print_rows
 from lipnext_scale.distributed import ParallelConfig
-from lipnext_scale.distributed.deepspeed import import_deepspeed
+from lipnext_scale.distributed.deepspeed import import_deepspeed, require_deepspeed
 from lipnext_scale.models import LipNeXtConfig
+from lipnext_scale.utils.errors import command
 
 ENGINES = {
     "ddp": ParallelConfig(engine="ddp"),
@@ -93,6 +94,7 @@ def start(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
         multiprocessing.spawn(rank_main, args=rest, nprocs=ranks)
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -100,6 +102,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
+    require_deepspeed()
     model = LipNeXtConfig(
         depth=arguments.depth, width=arguments.width, image_size=SIDE, patch_size=PATCH
     )

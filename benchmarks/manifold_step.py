@@ -8,10 +8,9 @@ geotorch (to which an optimizer's step would still be added).
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 
-import geoopt
-import geotorch
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
@@ -20,6 +19,14 @@ from benchmarks.timing import interleaved, machine, print_rows
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.optim import ManifoldAdam
 from lipnext_scale.utils.cpu import keep_freed_memory
+
+try:
+    import geoopt
+    import geotorch
+except ModuleNotFoundError as missing:
+    why = f"error: {missing.name} is not installed: make bench, or pip install '.[bench]'"
+    print(why, file=sys.stderr)
+    sys.exit(2)
 
 PRODUCT = "one product"
 ORDER4 = "ManifoldAdam, order 4"

@@ -7,6 +7,8 @@ that is there, and prints a table. A label that changes inside its radius is wri
 violations.npz, and the command fails.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import math
 from argparse import ArgumentTypeError
 from dataclasses import asdict

@@ -8,6 +8,8 @@ all and of every stage, against decoding alone with as many processes.
 gpu: see checks/gpu.py; also under torchrun.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import json
 import multiprocessing
 import os
@@ -36,14 +38,16 @@ _HELD = 512  # encoded images that bare decoding goes through again and again
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="lipnext_scale.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["data", "gpu"], help="what is measured")
-    parser.add_configuration(required=True)
+    parser.add_argument("what", nargs="?", choices=["data", "gpu"], help="what is measured")
+    parser.add_configuration()
     parser.add_argument("--seconds", type=float, default=10.0, help="data: each measurement (10)")
     parser.add_argument("--ranks", type=positive, default=1, help="measure one rank of so many")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="gpu (cuda)")
     parser.add_argument("--out", default="gpu.json", help="gpu: the file of rates (gpu.json)")
     parser.add_argument("--predicted", help="gpu: times to compare with, from python tests/walk")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.what is None or arguments.config is None:
+        parser.error("give `data` or `gpu`, and --config")
     if arguments.seconds <= 0:
         parser.error(f"argument --seconds: {arguments.seconds:g} must be above 0")
     recipe = load_recipe(arguments.config, arguments.overrides)

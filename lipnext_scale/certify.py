@@ -9,6 +9,8 @@ Writes certificate.json, samples.csv, report.html, cra.png and examples.png into
 older checkpoint, they go into RUN/certificates. The same command after a kill continues.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import time
 from argparse import Namespace
 from collections.abc import Callable

@@ -6,6 +6,8 @@ Prints the table, and writes compare.md, compare.csv and compare.png into the di
 (or --out). It reads what the runs and `certify` have written, and computes nothing anew.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,6 +10,8 @@ configuration its data, memory and directory are checked too; nothing is written
 trained. Started as several processes it also tries the network between all of them.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import argparse
 import json
 import os

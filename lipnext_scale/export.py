@@ -4,6 +4,8 @@ python -m lipnext_scale.export --run runs/digits --out digits.safetensors
 python -m lipnext_scale.export --run runs/digits --out exports/digits
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 from pathlib import Path
 
 from lipnext_scale.checkpoint.exports import SUFFIX, save_export

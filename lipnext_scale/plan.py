@@ -7,6 +7,8 @@ rank of a replica: what is printed follows from the shapes that FSDP made, and n
 memory. With the rates that `bench gpu` has measured it also says how long a step's products take.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 from types import SimpleNamespace
 from typing import Any
 

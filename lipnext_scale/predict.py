@@ -7,6 +7,8 @@ Images are made as those of the test set: resized, their centre cut out. The rad
 the network's input.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import math
 from pathlib import Path
 from typing import NamedTuple

@@ -7,6 +7,8 @@ or by accelerate launch and deepspeed (docs/engines.md), whose settings are take
 agree with the rest. A run directory that holds a checkpoint is continued from it, exactly.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import argparse
 import os
 from contextlib import suppress
@@ -73,7 +75,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.config is None and not arguments.overrides:
-        parser.error("nothing to train: give --config, such as --config configs/digits.yaml")
+        parser.error("nothing to train: give --config, such as --config builtin:digits.yaml")
     return arguments
 
 

@@ -8,6 +8,8 @@ It reads what the runs write, metrics.jsonl and the names of the checkpoints, an
 the processes that train: on another machine with the same files it works as well.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import math
 import shutil
 import sys

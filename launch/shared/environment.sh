@@ -87,10 +87,12 @@ set_environment() {
   # step on the host (parallel.offload_optimizer) takes more by itself, if you have not chosen.
   [[ -z ${OMP_NUM_THREADS:-} ]] || export LIPNEXT_OMP_CHOSEN=yes
   : "${OMP_NUM_THREADS:=1}"
+  # Idle threads sleep: they do not spin on cores that others use.
+  : "${OMP_WAIT_POLICY:=passive}"
   # After SIGTERM, the time that ranks have to save before torchrun kills them.
   : "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:=300}"
   # What is printed is in the log at once, not when a buffer is full.
   : "${PYTHONUNBUFFERED:=1}"
   export NCCL_DEBUG NCCL_IB_TIMEOUT TORCH_NCCL_DUMP_ON_TIMEOUT PYTORCH_CUDA_ALLOC_CONF OMP_NUM_THREADS
-  export TORCH_ELASTIC_SHUTDOWN_TIMEOUT PYTHONUNBUFFERED
+  export OMP_WAIT_POLICY TORCH_ELASTIC_SHUTDOWN_TIMEOUT PYTHONUNBUFFERED
 }

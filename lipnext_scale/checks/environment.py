@@ -62,11 +62,11 @@ def parsed(requirement: str) -> tuple[str, str, str]:
 def package(name: str, oldest: str, extra: str, version: str) -> Finding:
     """version: what is installed, empty if it is not."""
     check, optional = f"package {name}", f"; optional ({extra})" if extra else ""
-    fix = f"pip install -c constraints.txt '{name}>={oldest}'"
+    fix = f"pip install '{name}>={oldest}'"
     if version and _numbers(version) >= _numbers(oldest):
         return ok(check, f"{version} (≥ {oldest}){optional}")
     if not version and extra:
-        fix = f"pip install -c constraints.txt '.[{extra}]', if you want it"
+        fix = f"pip install '{DISTRIBUTION}[{extra}]', if you want it"
     text = f"{version} is older than {oldest}" if version else "not installed"
     return (warn if extra else wrong)(check, text + optional, fix)
 
@@ -84,7 +84,7 @@ def imports(check: str, names: list[str], complain: Callable[..., Finding]) -> F
     if tried.returncode == 0:
         return ok(check, ", ".join(modules))
     lines = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
-    fix = "pip install --force-reinstall --no-deps -c constraints.txt PACKAGE"
+    fix = "pip install --force-reinstall --no-deps PACKAGE"
     return complain(check, lines[-1], fix)
 
 

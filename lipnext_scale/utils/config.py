@@ -21,6 +21,8 @@ from lipnext_scale.utils.errors import UserError
 T = TypeVar("T")
 # Beside its own errors, PyYAML raises those of int() and datetime(): 0x_, 2024-13-45.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
+_BUILTIN = "builtin:"  # before the name of a file of configs/, which is in the package too
+_CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 class ConfigError(UserError, ValueError):
@@ -121,11 +123,14 @@ def _same(one: Any, other: Any) -> bool:
 
 def read_yaml(path: str | Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A YAML mapping merged over the files it names as `base`."""
-    path = Path(path)
+    given = str(path)
+    path = _CONFIGS / given[len(_BUILTIN) :] if given.startswith(_BUILTIN) else Path(path)
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
-        names = [entry.name for entry in path.parent.glob("*.yaml")]
+        names = sorted(entry.name for entry in path.parent.glob("*.yaml"))
+        if given.startswith(_BUILTIN):
+            raise UserError(f"{given}: no such file; there are {', '.join(names)}") from None
         hint = _nearest(path.name, names, f"{path.parent}/")
         raise UserError(f"{path}: no such configuration file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -143,7 +148,8 @@ def read_yaml(path: str | Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return values
     if not isinstance(base, str):
         raise ConfigError("base", base, "must be the path of another YAML file")
-    return merge(read_yaml(path.parent / base, (*seen, path.resolve())), values)
+    inherited = base if base.startswith(_BUILTIN) else path.parent / base
+    return merge(read_yaml(inherited, (*seen, path.resolve())), values)
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec
 
 Arguments = ParamSpec("Arguments")
 # Seconds. A busy machine takes two to end a process that has torch and a process group loaded.
@@ -38,7 +38,12 @@ class Stopped(Exception):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser whose errors are UserErrors."""
+    """A parser whose errors are UserErrors. prog: `lipnext_scale.train`, or `lipnext train`."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        if os.path.basename(sys.argv[0]) == "lipnext":
+            prog = prog.replace("lipnext_scale.", "lipnext ")
+        super().__init__(prog=prog, **options)
 
     def error(self, message: str) -> NoReturn:
         unknown, right = message.removeprefix("unrecognized arguments: "), ""
@@ -50,9 +55,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def add_configuration(self, required: bool = False) -> None:
         """--config and the arguments that go over it."""
-        self.add_argument(
-            "--config", required=required, help="YAML file, such as configs/digits.yaml"
-        )
+        what = "YAML file, such as configs/digits.yaml; builtin:digits.yaml is the package's own"
+        self.add_argument("--config", required=required, help=what)
         self.add_argument(
             "overrides", nargs="*", metavar="section.key=value", help="set over the file"
         )

@@ -8,30 +8,35 @@ import torch
 
 from lipnext_scale.certification import load_model
 from lipnext_scale.checkpoint.exports import save_export
+from lipnext_scale.config.recipe import load_recipe
+from lipnext_scale.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow
+
+def blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text("utf-8"), re.DOTALL)
 
 
-def test_the_python_of_the_readme_runs(
-    demo_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the demo's run where the demo leaves it; the radii are those of 360 digits."""
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "digits").symlink_to(demo_run)
-    save_export(load_model(demo_run), tmp_path / "digits.safetensors")
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a run where the demo leaves it, of few steps; the radii are those of 360 digits."""
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "README.md").read_text("utf-8") + (ROOT / "docs/using.md").read_text("utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 2
+    settings = ["run.max_steps=2", "run.eval_every=0", "run.summary=false", "model.depth=2"]
+    Trainer(load_recipe("builtin:digits.yaml", settings)).run()
+    save_export(load_model("runs/digits"), tmp_path / "digits.safetensors")
+    (block,) = blocks("README.md")
     certifying: dict = {}
-    exec(blocks[0], certifying)
+    exec(block, certifying)
     assert certifying["radii"].shape == (360,) and 1 <= certifying["K"] < 1.001
     exported: dict = {}
-    exec(blocks[0].replace("runs/digits", "digits.safetensors"), exported)
+    exec(block.replace("runs/digits", "digits.safetensors"), exported)
     assert torch.equal(exported["radii"], certifying["radii"])
-    optimizing: dict = {}
-    exec(blocks[1], optimizing)
-    distance = (optimizing["bank"] - optimizing["target"]).square().mean()
-    assert distance < 1e-5
+
+
+def test_the_optimizer_of_the_docs_reaches_its_target() -> None:
+    """Which it cannot where start and target differ in the sign of a determinant."""
+    (block,) = blocks("docs/using.md")
+    found: dict = {}
+    exec(block, found)
+    start, bank, target = (found[name].detach() for name in ("start", "bank", "target"))
+    assert (bank - target).square().mean() < 1e-3 * (start - target).square().mean()

@@ -104,6 +104,17 @@ def test_base_chain_with_relative_paths(tmp_path, monkeypatch):
     assert load(Outer, Path("../runs/third.yaml")) == load(Outer, path)
 
 
+def test_builtin_is_a_file_of_the_package(tmp_path, monkeypatch):
+    """Anywhere, with its own bases, and as a base; an unknown name lists what there is."""
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("builtin:imagenet_1b.yaml").model.depth == 32  # of shared/paper.yaml
+    path = write(tmp_path / "own.yaml", "base: builtin:digits.yaml\nmodel: {width: 64}\n")
+    recipe = load_recipe(str(path))
+    assert (recipe.model.width, recipe.model.depth) == (64, 6)
+    with pytest.raises(UserError, match=r"builtin:x.yaml: no such file; there are .*digits.yaml,"):
+        load_recipe("builtin:x.yaml")
+
+
 @pytest.mark.parametrize("length", [1, 3])
 def test_base_cycle_is_refused(tmp_path, length):
     """A file that inherits from itself, directly or over others, is named in the error."""

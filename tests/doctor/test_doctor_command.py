@@ -87,7 +87,7 @@ def test_packages_that_are_missing_or_broken(tmp_path):
     lines = {line.split(":")[0]: line for line in done.stdout.splitlines()}
     assert done.returncode == 1, done.stderr
     deepspeed = lines["warn   package deepspeed"]
-    assert "not installed; optional" in deepspeed and "'.[deepspeed]'" in deepspeed
+    assert "not installed; optional" in deepspeed and "'lipnext_scale[deepspeed]'" in deepspeed
     assert "not installed" in lines["wrong  package webdataset"]
     broken = lines["wrong  imports of needed packages"]
     assert "cannot open" in broken and "--force-reinstall" in broken
@@ -119,7 +119,7 @@ def test_versions_and_requirements_are_read_as_pip_writes_them():
     assert environment.parsed(extra) == ("deepspeed", "0.19.8", "deepspeed")
     assert environment.parsed("lipnext-scale[prep]; extra == 'all'") == ("lipnext_scale", "", "all")
     old = environment.package("x", "1.10", "", "1.9.1+cpu")
-    assert old.state == "wrong" and "pip install -c constraints.txt 'x>=1.10'" in old.fix
+    assert old.state == "wrong" and "pip install 'x>=1.10'" in old.fix
     assert environment.package("x", "1.9", "", "1.10").state == "ok"
 
 

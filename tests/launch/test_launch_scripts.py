@@ -60,6 +60,7 @@ def test_what_the_environment_says_stays() -> None:
     assert found["NCCL_DEBUG"] == "INFO" and found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in found
     assert found["OMP_NUM_THREADS"] == "1" and "LIPNEXT_OMP_CHOSEN" not in found
+    assert found["OMP_WAIT_POLICY"] == "passive"
 
 
 def test_the_id_of_a_job_is_its_own(tmp_path: Path) -> None:

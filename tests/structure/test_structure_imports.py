@@ -24,7 +24,7 @@ LAYERS = [
     "checks",
 ]
 COMMANDS = ["train", "certify", "attack", "predict", "compare", "export"]
-COMMANDS += ["doctor", "plan", "bench", "watch"]
+COMMANDS += ["doctor", "plan", "bench", "watch", "cli"]
 
 
 def test_every_component_is_in_the_order():
