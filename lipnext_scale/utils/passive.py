@@ -1,4 +1,4 @@
-"""Imported first by every command, before torch. Programs that import the package decide themselves.
+"""Imported first by every command, before torch. A program that imports the package decides itself.
 
 Idle threads sleep, they do not spin: spinning ones take the cores from other processes, and from
 the threads that they wait for (docs/results/2026-11-18-passive-waiting.md). And Ctrl-C while torch
