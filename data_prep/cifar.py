@@ -8,6 +8,8 @@ pickles: only numpy arrays and plain values are taken from them, nothing in them
 exact.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import hashlib
 import io
 import pickle

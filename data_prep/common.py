@@ -1,7 +1,5 @@
 """What the commands share: options, text, sets of shards, and work in threads and processes."""
 
-import lipnext_scale.utils.passive  # noqa: F401
-
 import argparse
 import multiprocessing
 import os

@@ -7,6 +7,8 @@ file. Pixels 0..16 become 0..255. The split is by a hash of the image's number, 
 1,437 for training and 360 for testing.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import gzip
 import hashlib
 from collections.abc import Iterable

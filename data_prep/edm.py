@@ -12,6 +12,8 @@ SOURCE is one of these; the command finds out which, and prints it:
 Sources are read in place: nothing is loaded whole, unpacked by name, or run.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import hashlib
 import json
 import math

@@ -8,6 +8,8 @@ Samples keep the order of the shards. FFCV stores pixels (raw) or JPEGs that it 
 are the same, but lie at other places in it. Shards without an index are read twice.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import multiprocessing
 import os
 import queue

@@ -7,6 +7,8 @@ each. Folders, sorted, are the labels; their names are those of the classes. Wit
 share of each class is for testing, at least one image of two, by a hash of --seed and their names.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import os
 from hashlib import sha256
 from itertools import groupby

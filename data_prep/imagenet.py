@@ -14,6 +14,8 @@ A label is the place of the class's WordNet id among all of the source, sorted: 
 their sorted order. The sets are called train and test; test is val.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import argparse
 import io
 from collections.abc import Callable, Mapping

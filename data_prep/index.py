@@ -7,6 +7,8 @@ train-000000.tar, train-000001.tar, … train.index.json and train.index.npy are
 for other.tar other.tar.index.json and other.tar.index.npy.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import os
 from pathlib import Path
 

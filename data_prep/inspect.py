@@ -5,6 +5,8 @@
 With --sheet a picture of some samples with their classes is written: look at it before you train.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import json
 from collections.abc import Iterator
 from pathlib import Path

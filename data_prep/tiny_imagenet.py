@@ -7,6 +7,8 @@ the place of the WordNet id among all of them, sorted; its name is in words.txt.
 val: the official test images have no labels.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 from pathlib import Path
 
 from data_prep.common import text_lines

@@ -7,6 +7,8 @@ own headers and labels. With --decode every image is decoded as in training. Sha
 are checked on their own. The exit code is 0 if all is sound, 1 if anything is damaged.
 """
 
+import lipnext_scale.utils.passive  # noqa: F401
+
 import os
 from collections.abc import Iterator
 from functools import partial

@@ -159,8 +159,10 @@ def starting_point(path: Path, here: LipNeXtConfig) -> tuple[LipNeXtConfig, Path
     else:
         there = run.recipe().model
         checkpoint = path if path != run.path else run.newest_checkpoint()
-    alike = replace(there, blocks_per_bank=here.blocks_per_bank, num_classes=here.num_classes)
-    for key, (old, new) in configuration.differences(alike, here).items():
+    same: Any = {"blocks_per_bank": 0, "num_classes": 2}  # what may differ
+    for key, (old, new) in configuration.differences(
+        replace(there, **same), replace(here, **same)
+    ).items():
         raise UserError(
             f"run.init_from = {str(path)!r}: another architecture (model.{key} = {old!r} there, "
             f"{new!r} here); model.num_classes alone may differ"
