@@ -62,6 +62,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+bench: export OMP_WAIT_POLICY = active
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.manifold_step
 	$(BIN)/python -m benchmarks.block
