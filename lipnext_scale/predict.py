@@ -54,6 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     for option, path in (("--csv", arguments.csv), ("--sheet", arguments.sheet)):
         if path is not None and (not path.name or path.is_dir() or not path.parent.is_dir()):
             raise UserError(f"{option} {path}: must name a file in a directory that exists")
+    if arguments.sheet is not None and arguments.sheet.suffix != ".png":
+        raise UserError(f"--sheet {arguments.sheet}: must end in .png")
     files = [file for path in arguments.images for file in image_files(path)]
     run = run_of(arguments.model)
     data = export_data(arguments.model) if run is None else run.data_facts()

@@ -61,6 +61,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if not 0.05 <= arguments.every <= 3600:
         raise UserError(f"--every {arguments.every:g}: must be from 0.05 to 3600 seconds")
+    if arguments.picture and not arguments.picture.endswith(".png"):
+        raise UserError(f"--picture {arguments.picture}: must end in .png")
     if arguments.picture and len(arguments.runs) > 1:
         raise UserError(f"--picture {arguments.picture}: shows one run; name one")
     runs = [RunDirectory(path) for path in arguments.runs]

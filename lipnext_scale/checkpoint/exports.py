@@ -81,7 +81,8 @@ def open_export(path: Path) -> Iterator[tuple[LipNeXtConfig, Any]]:
     try:
         file = safe_open(weights, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{weights}: is not a readable export: {error}") from None
+        right = "give a run directory, a checkpoint or NAME.safetensors"
+        raise UserError(f"{weights}: is not a readable export ({error}); {right}") from None
     with file:
         metadata = file.metadata() or {}
         if "model" not in metadata:

@@ -98,7 +98,7 @@ def _instead(part: str) -> str:
         return f"a directory of shards: say {' or '.join(map(repr, sorted(shards)[:3]))}"
     if any(map(os.path.isdir, inside)):
         return f"for class folders: python -m data_prep.folders {part} --out DIR converts them"
-    return "a tar of images and .cls labels"
+    return "a tar of images and .cls labels; python -m data_prep.NAME makes them, see docs/data.md"
 
 
 def _matches(part: str) -> list[str]:

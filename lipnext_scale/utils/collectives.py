@@ -44,7 +44,7 @@ def reason_of(error: BaseException) -> str:
     """Why, in one line without the error's own path."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return str(error).splitlines()[0].rstrip(":") if str(error) else type(error).__name__
 
 
 def _attempt(group: dist.ProcessGroup, action: Callable[[], T]) -> tuple[T, None] | Exception:

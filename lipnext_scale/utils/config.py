@@ -133,8 +133,10 @@ def read_yaml(path: str | Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
             raise UserError(f"{given}: no such file; there are {', '.join(names)}") from None
         hint = _nearest(path.name, names, f"{path.parent}/")
         raise UserError(f"{path}: no such configuration file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not a YAML file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except _YAML_ERRORS as error:
         raise UserError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from None
     if path.resolve() in seen:
