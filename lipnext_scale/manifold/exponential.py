@@ -203,7 +203,7 @@ def multiply_by_exp_(
         if square is not None:
             a_square = square[part]
         else:
-            a_square = skew_square(a, out=workspace.like("square", a))
+            a_square = skew_square(a, out=workspace.like("square", a, row_padding=16))
         change = _exp_minus_identity(a, a_square, run, workspace)
         # X + X·(E-I), not X·E: the small change is not rounded against the identity first.
         x += torch.bmm(x, change, out=workspace.like("product", x))
@@ -244,10 +244,13 @@ def _taylor_minus_identity(
     matrix: Tensor, square: Tensor, orders: list[int], workspace: Workspace
 ) -> Tensor:
     """A + A²·(3I + A + c·A²)/6 with c = 1/4 where the order is 4 and 0 where it is 3."""
-    coefficients = [1 / 4 if order == 4 else 0.0 for order in orders]
-    fourth = torch.tensor(coefficients, dtype=square.dtype, device=square.device)
     tail = workspace.like("tail", square)
-    torch.addcmul(matrix, square, fourth[:, None, None], out=tail)
+    if all(order == 4 for order in orders):
+        torch.add(matrix, square, alpha=1 / 4, out=tail)
+    else:
+        coefficients = [1 / 4 if order == 4 else 0.0 for order in orders]
+        fourth = torch.tensor(coefficients, dtype=square.dtype, device=square.device)
+        torch.addcmul(matrix, square, fourth[:, None, None], out=tail)
     tail.diagonal(dim1=-2, dim2=-1).add_(3)
     change = workspace.like("change", matrix)
     return torch.baddbmm(matrix, square, tail, alpha=1 / 6, out=change)

@@ -206,7 +206,7 @@ class ManifoldAdam(SlowWeights):
     def require_usable_gradients(self) -> None:
         """Raise FloatingPointError before moments, buffers and weights change."""
         names: list[str] = []
-        largest: list[Tensor] = []
+        norms: list[Tensor] = []
         limits: list[float] = []
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -214,10 +214,10 @@ class ManifoldAdam(SlowWeights):
                     continue
                 gradient = as_stack(parameter.grad)
                 names.append(_name(group, index))
-                largest.append(torch.linalg.vector_norm(gradient, ord=torch.inf).double())
-                # An entry of XᵀG is at most √d times as large, and it is squared.
-                limits.append((torch.finfo(gradient.dtype).max / gradient.shape[-1]) ** 0.5 / 2)
-        found_values = torch.stack(largest).tolist() if largest else []
+                norms.append(torch.linalg.vector_norm(gradient).double())
+                # No entry of XᵀG is larger than that, and it is squared.
+                limits.append(torch.finfo(gradient.dtype).max ** 0.5 / 2)
+        found_values = torch.stack(norms).tolist() if norms else []
         for name, limit, found in zip(names, limits, found_values, strict=True):
             if not found <= limit:  # NaN is not below it either
                 raise FloatingPointError(
