@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     sets = set_sources(options.source, options.test_share, options.seed)
     run_conversions(sets, options)
-    train = "to train: python -m lipnext_scale.train --config configs/own_images.yaml"
+    train = "to train: python -m lipnext_scale.train --config builtin:own_images.yaml"
     shards = f"data.train='{options.out}/train-*.tar' data.test='{options.out}/test-*.tar'"
     print(f"{train} {shards} model.num_classes={len(sets[0].collection.classes)}")
 

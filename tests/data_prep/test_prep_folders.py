@@ -34,7 +34,7 @@ def test_a_share_of_each_class_is_for_testing(tmp_path):
         write_files(tmp_path / name, images)
         argv = (tmp_path / name, "--out", tmp_path / f"{name}_out", "--test-share", 0.2, *QUICK)
         printed = succeeds(folders.main, *argv)
-    assert "configs/own_images.yaml" in printed and "model.num_classes=3" in printed
+    assert "builtin:own_images.yaml" in printed and "model.num_classes=3" in printed
     assert contents(tmp_path / "one_out") == contents(tmp_path / "moved_out")
     train, test = (samples_of(tmp_path / "one_out", name) for name in ("train", "test"))
     assert Counter(sample.label for sample in train.values()) == {0: 8, 1: 2, 2: 1}
