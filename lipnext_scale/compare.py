@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from lipnext_scale.certification.certificate import (
     SampleResults,
     radius_name,
-    read_certificate,
+    whole_certificate,
     write_csv,
     writing,
 )
@@ -107,7 +107,7 @@ def read_run(path: Path, name: str) -> Run:
         if rate := record.get("images_per_second"):
             seconds += (record["step"] - steps) * recipe.data.batch_size / rate
             steps = record["step"]
-    return Run(name, path, recipe, read_certificate(run), steps, seconds)
+    return Run(name, path, recipe, whole_certificate(run), steps, seconds)
 
 
 # --------------------------------------------------------------------------------------------------

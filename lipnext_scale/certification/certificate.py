@@ -111,7 +111,7 @@ def _place(own: Path, names: list[str], settings: list[str]) -> Path:
         return own / BESIDE / "_".join(names) if names else own
 
     names = names + [setting for setting in settings if setting == "bfloat16"]
-    if stored := read_certificate(RunDirectory(place(names))):
+    if stored := whole_certificate(RunDirectory(place(names))):
         facts = stored[0]
         radii = radii_setting(map(float, facts["certified_accuracy"]))
         there = (facts["arithmetic"], radii, _data_setting(**facts["data"]))
@@ -446,6 +446,19 @@ def read_certificate(run: RunDirectory) -> tuple[dict[str, Any], SampleResults] 
         return json.loads(run.certificate.read_bytes()), read_results(run.samples)
     except (OSError, ValueError, KeyError):
         return None
+
+
+def whole_certificate(run: RunDirectory) -> tuple[dict[str, Any], SampleResults] | None:
+    """The same, refused where certificate.json was edited and lacks what others read in it."""
+    if (stored := read_certificate(run)) is not None:
+        facts: dict[str, Any] = {"data": {}, "model": {}, **stored[0]}
+        lacks = {"arithmetic", "certified", "certified_accuracy", "lipschitz_bound"} - {*facts}
+        lacks |= {"fingerprint", "samples", "resize"} - {*facts["data"]}
+        lacks |= {"path"} - {*facts["model"]}
+        if lacks:
+            right = "remove it, and python -m lipnext_scale.certify writes it anew"
+            raise UserError(f"{run.certificate}: lacks {', '.join(sorted(lacks))}; {right}")
+    return stored
 
 
 def table(facts: dict[str, Any]) -> str:

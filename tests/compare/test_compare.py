@@ -116,3 +116,16 @@ def test_a_mistake_is_one_line(runs, tmp_path, monkeypatch, capsys, arguments, s
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and said in error
     assert not list(tmp_path.iterdir())
+
+
+def test_a_certificate_that_was_edited_is_refused_in_a_line(runs, tmp_path, capsys):
+    shutil.copytree(runs / "a", tmp_path / "a", symlinks=True)
+    path = tmp_path / "a" / "certificate.json"
+    facts = json.loads(path.read_text())
+    del facts["arithmetic"], facts["data"]["resize"]
+    path.write_text(json.dumps(facts))
+    for command in (lambda: main([str(path.parent)]), lambda: certify(["--run", str(path.parent)])):
+        with pytest.raises(SystemExit, match="2"):
+            command()
+        assert f"error: {path}: lacks arithmetic, resize; remove it" in capsys.readouterr().err
+    assert json.loads(path.read_text()) == facts
