@@ -2,9 +2,12 @@
 
     product      a matrix product: FLOPs in the precision of its operands
     kernel       any other operator, ours (`lipnext::`) too: a launch and its bytes
-    collective   the bytes of the whole tensor, on however many ranks it is
+    collective   the bytes that a rank sends to the others of its group
     copy         between host and device, while the host goes on
     wait         the host waits for the device
+    record, stream_wait   an event on a stream; a stream waits for it
+
+Memory is written down too: each storage from its first tensor to its last.
 
 Fake tensors have no values: where the host reads one, `answer` makes it up.
 """
@@ -18,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +29,10 @@ from torch.utils._pytree import tree_leaves
 
 import lipnext_scale
 from lipnext_scale.manifold import kernels
+from lipnext_scale.planning.memory import Memory
 
 PACKAGE = str(Path(lipnext_scale.__file__).parent) + "/"
+OURS = str(Path(__file__).parent) + "/"
 DEEPSPEED = "/site-packages/deepspeed/runtime/"
 BLOCKS = "models/fused.py"  # what blocks do passes through it, forward and backward
 
@@ -77,12 +83,21 @@ class Row:
     precision: str = ""
     read: int = 0
     written: int = 0
-    squares: int = 0  # products of square matrices of one size: how many
-    side: int = 0  # and their size
+    shape: tuple[int, ...] = ()  # of a product: matrices, rows, inner length, columns
+    stream: int = 0
+    event: int = 0
+    ranks: int = 1  # of a collective's group
+    across: bool = False  # whether they are on several nodes
+    waited: bool = True  # whether its stream waits for a collective at once
 
     @property
     def bytes(self) -> int:
         return self.read + self.written
+
+    @property
+    def squares(self) -> int:
+        """Of products of square matrices: how many."""
+        return self.shape[0] if len(set(self.shape[1:])) == 1 else 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,7 @@ class Place:
 
 def _inside(file: str) -> str:
     """The file's path in the package; `deepspeed/…` in DeepSpeed; "" elsewhere."""
-    if file.startswith(PACKAGE):
+    if file.startswith(PACKAGE) and not file.startswith(OURS):
         return file.removeprefix(PACKAGE)
     return "".join(file.rpartition("deepspeed/")[1:]) if DEEPSPEED in file else ""
 
@@ -120,31 +135,30 @@ def _inside(file: str) -> str:
 # Values for what the host reads: a training that goes well.
 
 ORDINARY_STEP, LOOKAHEAD_STEP = 60_001, 60_000  # of the paper's settings
-# By the function that reads. 1e-3 is what a matrix drifts in an epoch at most; words of the row
-# layout's owners are 0 where nothing failed.
-FLOATS = {"require_orthogonal": 1e-6, "polar_retract": 1e-3}
+# By the function that reads. 1e-3 is what a matrix drifts in an epoch at most; no signal came.
+FLOATS = {"require_orthogonal": 1e-6, "polar_retract": 1e-3, "train_step": 0.0}
 # "Is any matrix far from O(d)?", "is the norm not finite?"; elsewhere "are all finite?".
 FALSE_IN = {"polar_retract", "is_invalid_grad_norm"}
-# ‖Δ‖_F, and all other numbers: orders 3 and 4 of the exponential, which cost alike.
-USUAL = 0.5
-
-
-def answer(function: str, dtype: torch.dtype) -> bool | int | float:
-    """What the host finds in a number on the device."""
-    if dtype == torch.bool:
-        return function not in FALSE_IN
-    return FLOATS.get(function, USUAL) if dtype.is_floating_point else 0
+# Those that read the optimizers' step counters. Other whole numbers are words of the row layout's
+# owners, 0 where nothing failed.
+COUNTING = {"step", "_step_in_phases", "_step_on_tensor_cores"}
 
 
 # --------------------------------------------------------------------------------------------------
 
 
 class Ledger(TorchDispatchMode):
-    def __init__(self) -> None:
+    """device: whose operators count. per_node: ranks of a node."""
+
+    def __init__(self, device: str = "cuda", per_node: int = 8) -> None:
         super().__init__()
         self.rows: list[Row] = []
+        self.device, self.per_node = device, per_node
+        self.memory = Memory(device)
         self.phase = "build"
+        self.stream = self.events = 0
         self.step = ORDINARY_STEP  # what counters on the host say
+        self.exponent = 0.1  # the size that picks the products of an exponential
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -166,15 +180,27 @@ class Ledger(TorchDispatchMode):
 
     def note(self, kind: str, name: str, place: Place | None = None, **figures: Any) -> None:
         place = place or Place.here()
+        figures = {"stream": self.stream} | figures
         self.rows.append(Row(kind, self.phase, name, place.line, place.in_block, **figures))
 
     def read_values(self, tensor: Tensor, name: str = "item") -> bool | int | float:
         """The host reads a tensor; the value that all its entries are taken to have."""
         place = Place.here()
-        if tensor.device.type != "cuda":
+        if self.device == "cuda" and tensor.device.type != "cuda":
             return self.step if tensor.dtype != torch.bool else True
-        self.note("wait", name, place, read=_size(tensor))
-        return answer(place.function, tensor.dtype)
+        if self.device == "cuda":
+            self.note("wait", name, place, read=_size(tensor))
+        return self._answer(place.function, tensor.dtype)
+
+    def _answer(self, function: str, dtype: torch.dtype) -> bool | int | float:
+        """What the host finds in a number on the device."""
+        if dtype == torch.bool:
+            return function not in FALSE_IN
+        if dtype.is_floating_point and function in ("_step_in_phases", "step", *FLOATS):
+            return FLOATS.get(function, self.step if function == "step" else self.exponent)
+        if dtype.is_floating_point:
+            return 0.5
+        return self.step if function in COUNTING else 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -185,27 +211,28 @@ class Ledger(TorchDispatchMode):
         namespace, name = func._schema.name.split("::")
         if name == "_local_scalar_dense":
             return self.read_values(args[0])
-        named = _by_name(func, args, kwargs)
+        named, place = _by_name(func, args, kwargs), Place.here()
         if name in PRODUCTS:
             out = _product_of(func, named) if "dtype" in func._overloadname else None
             out = func(*args, **kwargs) if out is None else out
-            if out.device.type == "cuda":
-                self.note("product", name, **_product_figures(name, named, out))
+            if out.device.type == self.device:
+                self.note("product", name, place, **_product_figures(name, named, out))
+                self.memory.see([out], self.phase, place.line)
             return out
         out = func(*args, **kwargs)
         tensors, made = _tensors(list(named.values())), _tensors(out)
+        self.memory.see(made, self.phase, place.line)
         devices = {tensor.device.type for tensor in tensors + made}
-        if "cuda" not in devices or func.is_view or name in NO_LAUNCH or namespace == "prim":
+        if self.device not in devices or func.is_view or name in NO_LAUNCH or namespace == "prim":
             return out
-        if name in COPIES and "cpu" in devices:
+        if name in COPIES and len(devices) > 1:
             self._note_copy(name, named, tensors)
         elif namespace in COLLECTIVES:
-            whole = max(sum(map(_size, _tensors(value))) for value in named.values())
-            self.note("collective", name, read=whole)
+            self._note_collective(name, named, place)
         else:
             shown = name if namespace == "aten" else f"{namespace}::{name}"
             read, written = _traffic(func, named, made)
-            self.note("kernel", shown, read=read, written=written)
+            self.note("kernel", shown, place, read=read, written=written)
         return out
 
     def _note_copy(self, name: str, named: dict[str, Any], tensors: list[Tensor]) -> None:
@@ -213,6 +240,49 @@ class Ledger(TorchDispatchMode):
         way = "to host" if source.device.type == "cuda" else "to device"
         kind = "copy" if named.get("non_blocking") else "wait"
         self.note(kind, f"copy {way}", read=_size(source))
+
+    def _note_collective(self, name: str, named: dict[str, Any], place: Place) -> None:
+        shown, argument = SENDING.get(name, (name, ""))
+        if not argument:
+            return  # a barrier
+        group = dist.ProcessGroup.unbox(named["process_group"])
+        ranks, members = group.size(), dist.get_process_group_ranks(group)
+        tensors = _tensors(named[argument])
+        for key in ("tensors", "output_tensor", "input_tensor", "input", "output"):
+            self.memory.name_new("gathered", named.get(key))
+        self.note(
+            "collective",
+            shown,
+            place,
+            read=int(sum(map(_size, tensors)) * share_sent(shown, ranks)),
+            ranks=ranks,
+            across=len({member // self.per_node for member in members}) > 1,
+            waited=not named.get("async_op", True),
+        )
+
+
+# Operator → (name, the argument that is measured).
+SENDING = {
+    "allgather_": ("all_gather", "input_tensors"),
+    "_allgather_base_": ("all_gather", "input_tensor"),
+    "_reduce_scatter_base_": ("reduce_scatter", "output_tensor"),
+    "allreduce_": ("all_reduce", "tensors"),
+    "alltoall_base_": ("all_to_all", "input"),
+    "broadcast_": ("broadcast", "tensors"),
+    "reduce_": ("reduce", "tensors"),
+}
+
+
+def share_sent(name: str, ranks: int) -> float:
+    """Bytes that a rank sends for each byte of the argument.
+
+    A ring: R-1 times what it gathers or scatters, 2·(R-1)/R times what it reduces; all of its
+    outbox of an all-to-all, where ours holds nothing for the rank itself. Of a reduction to one
+    rank or a broadcast each sends (R-1)/R in the mean.
+    """
+    mean = (ranks - 1) / ranks
+    shares = {"all_reduce": 2 * mean, "all_to_all": 1, "broadcast": mean, "reduce": mean}
+    return shares.get(name, ranks - 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -256,10 +326,13 @@ def _product_figures(name: str, named: dict[str, Any], out: Tensor) -> dict[str,
     read = _size_read(left) + _size_read(right)
     if added_name and named.get("beta", 1) != 0:
         read += _size_read(named[added_name])
-    figures = {"flops": 2 * matrices * rows * inner * columns, "precision": _precision(left)}
-    if rows == inner == columns:
-        figures |= {"squares": matrices, "side": rows}
-    return figures | {"read": read, "written": _size(out)}
+    return {
+        "flops": 2 * matrices * rows * inner * columns,
+        "precision": _precision(left),
+        "shape": (matrices, rows, inner, columns),
+        "read": read,
+        "written": _size(out),
+    }
 
 
 def _precision(operand: Tensor) -> str:

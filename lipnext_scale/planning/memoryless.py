@@ -37,17 +37,18 @@ class _Without:
 
 def _prepare_ddp(engine: DDPEngine) -> None:
     distributed._verify_param_shape_across_processes = lambda *_: None
-    build = engine.build
+    build: Any = engine.build
 
     def built(*arguments: Any) -> Any:
-        model, network = build(*arguments), engine.network
+        model = build(*arguments)
+        network: Any = engine.network
         if engine.config.reduce_precision == "fp32":
             network.register_comm_hook(None, _average)
         network.logger = _Without(network.logger, "set_runtime_stats_and_log")
         network.reducer = _Without(network.reducer, "_rebuild_buckets")
         return model
 
-    engine.build = built  # type: ignore[method-assign]
+    engine.build = built  # type: ignore[method-assign,assignment]
 
 
 def _average(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -61,9 +62,10 @@ def _average(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tens
 
 
 def _prepare_deepspeed(device: torch.device) -> None:
-    FakeTensor.data_ptr = _address  # type: ignore[method-assign]
+    FakeTensor.data_ptr = _address  # type: ignore[method-assign,assignment]
     nn.Module._apply = _apply  # type: ignore[method-assign]
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    nvtx: Any = torch.cuda.nvtx
+    nvtx.range_push = nvtx.range_pop = lambda *_: None
     deepspeed: Any = import_deepspeed(device)
     deepspeed.utils.groups._WORLD_GROUP = None  # that of the walk before
     # Ranks of ZeRO-3 compare numbers, once.
@@ -81,7 +83,7 @@ _torch_apply = nn.Module._apply
 
 def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
     """torch's own swaps fake parameters, and refuses to while there are weak references."""
-    fake = [p for p in module._parameters.values() if isinstance(p, FakeTensor)]
+    fake: list[Any] = [p for p in module._parameters.values() if isinstance(p, FakeTensor)]
     if not fake:
         return _torch_apply(module, function, recurse)
     for child in module.children() if recurse else ():

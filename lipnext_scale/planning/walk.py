@@ -1,32 +1,27 @@
-"""A run's real step at full size, on GPUs and ranks that are not there.
-
-    python tests/walk imagenet_2b --nodes 2                       the step of rank 0, as JSON
-    python tests/walk imagenet_1b --table manifold model.depth=4  and the operators of a phase
-    python tests/walk --list < walks.json                         many walks in one process
+"""A run's real step at full size, on devices and ranks that are not there.
 
 Tensors are fake: shapes, types and devices without numbers. The process group is fake: one rank of
-any number. All else is the package's own code, from the configuration to the optimizers.
+any number. All else is the package's own code, from the configuration to the optimizers. `walk_all`
+does it in a process of its own, because the absent GPU must be there before torch.
 
 DDP and DeepSpeed look at memory; memoryless.py answers them. ZeRO with the optimizer on the CPU is
 not walked: its step is the host's.
 """
 
-import argparse
 import json
+import os
+import subprocess
 import sys
 import traceback
-from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import absent_cuda
-import memoryless
 import numpy as np
 import torch
-from ledger import LOOKAHEAD_STEP, Ledger
-from roofline import IMAGENET, figures, table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,29 +34,48 @@ from lipnext_scale.data import Batch, TestBatch
 from lipnext_scale.distributed import Engine, build_engine
 from lipnext_scale.distributed.engine import checksums
 from lipnext_scale.distributed.processes import fake_group
+from lipnext_scale.manifold import Workspace
+from lipnext_scale.manifold.tensor_core import usual_entry
 from lipnext_scale.observe import Observer
+from lipnext_scale.planning import absent_cuda, guard, memoryless
+from lipnext_scale.planning.ledger import LOOKAHEAD_STEP, ORDINARY_STEP, Ledger, Row
 from lipnext_scale.training.non_finite import NonFinitePolicy
 from lipnext_scale.training.signals import StopRequest
 from lipnext_scale.training.trainer import Trainer
+from lipnext_scale.utils.errors import UserError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+IMAGENET = 1_281_167  # images
 TEST_BATCH = 256
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What to walk: a shipped configuration with other settings, on so many ranks."""
+    """What to walk: a configuration with other settings, on so many ranks, as one of them."""
 
-    config: str = "imagenet_1b"
+    config: str
     settings: list[str] = field(default_factory=list)
     nodes: int = 1
     per_node: int = 8
+    device: str = "cuda"
+    rank: int = 0
     # step, lookahead (every sixth), logged, retraction (an epoch's last), evaluation, checkpoint
-    what: str = "step"
+    what: tuple[str, ...] = ("step",)
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.per_node
+
+
+@dataclass(frozen=True)
+class Walked:
+    """Of each thing walked its rows and the most memory, by kind, with its phase and place."""
+
+    engine: str
+    rows: dict[str, list[Row]]
+    memory: dict[str, tuple[dict[str, int], str, str]]
+    kept: dict[str, int]  # memory between steps, by kind
+    entries: int  # numbers in the matrices that this rank moves
+    checkpoint: int  # bytes of this rank's shards
 
 
 class DatalessTrainer(Trainer):
@@ -127,10 +141,9 @@ def test_batch(recipe: Recipe) -> TestBatch:
 
 
 def take(what: str, trainer: DatalessTrainer, ledger: Ledger) -> None:
-    if what == "lookahead":
-        ledger.step = LOOKAHEAD_STEP
-    if what == "logged":
-        trainer.observer._by_block = True
+    ledger.step = LOOKAHEAD_STEP if what == "lookahead" else ORDINARY_STEP
+    ledger.exponent = usual_exponent(trainer, what == "lookahead")
+    trainer.observer._by_block = what == "logged"
     if what == "evaluation":
         trainer.observer.evaluation.of_test_set()
     elif what == "checkpoint":
@@ -140,6 +153,14 @@ def take(what: str, trainer: DatalessTrainer, ledger: Ledger) -> None:
         writer._stage(shards, set(shards))
     else:
         trainer.train_step(trainer.batch(last_of_epoch=what == "retraction"))
+
+
+def usual_exponent(trainer: DatalessTrainer, lookahead: bool) -> float:
+    """‖A²‖_F^½ of a step's exponent, which picks fp32 products: of a skew matrix of noise with
+    entries σ it is (2·d³)^¼·σ."""
+    optim, width = trainer.recipe.optim, trainer.recipe.model.width
+    sigma = usual_entry(optim.betas[0], ORDINARY_STEP) * optim.lr / 2  # half-way of the schedule
+    return sigma * (2 * width**3) ** 0.25 * (optim.lookahead / 2 if lookahead else 1)
 
 
 def with_real_numbers(owner: Any, method: str) -> None:
@@ -162,7 +183,8 @@ class FakeTensors(FakeTensorMode):
 
 def install(ledger: Ledger) -> None:
     """Let this process's torch tell the ledger of waits, and take fake tensors for real ones."""
-    absent_cuda.install(lambda name: ledger.note("wait", name))
+    if ledger.device == "cuda":
+        absent_cuda.install(ledger)
 
     def tolist(tensor: Tensor) -> Any:
         """One transfer; torch's own for fake tensors reads each number by itself."""
@@ -178,6 +200,53 @@ def install(ledger: Ledger) -> None:
         _foreach_supported_types.append(FakeTensor)  # else NAdam goes tensor by tensor
 
 
+def optimizer_state(trainer: DatalessTrainer) -> list[Any]:
+    """All that the optimizers keep, buffers and operands of the next step too."""
+    manifold: Any = trainer.optimizers.manifold
+    parts = [manifold, getattr(manifold, "_inner", manifold)]  # where ranks share the step
+    kept = [value for part in parts for key, value in vars(part).items() if key != "param_groups"]
+    kept += [list(vars(value).values()) for value in kept if isinstance(value, Workspace)]
+    return [kept, list(trainer.optimizers.euclidean.state.values())]
+
+
+def run(walk: Walk) -> Walked:
+    recipe = load_recipe(walk.config, walk.settings)
+    recipe.require_batch_for(walk.ranks)
+    ledger = Ledger(walk.device, walk.per_node)
+    install(ledger)
+    many = walk.ranks > 1 or recipe.parallel.engine != "single"
+    with fake_group(walk.rank, walk.ranks) if many else nullcontext():
+        engine = build_engine(recipe.parallel, walk.device, walk.per_node)
+        with_real_numbers(engine, "build_on_meta")
+        memoryless.prepare(engine)
+        sizes = ledger.memory.watching_sizes(lambda: ledger.phase)
+        with FakeTensors(allow_non_fake_inputs=True), ledger, sizes:
+            trainer = DatalessTrainer(recipe, engine)
+            trainer.optimizers.initialise_state()
+            trainer.name_phases(ledger)
+            take("step", trainer, ledger)  # makes what later steps keep
+            name_memory(trainer, ledger)
+            ledger.rows, rows, memory = [], {}, {}
+            for what in walk.what:
+                start = len(ledger.memory.changes)
+                with ledger.during("step"):
+                    take(what, trainer, ledger)
+                rows[what], ledger.rows = ledger.rows, []
+                name_memory(trainer, ledger)
+                memory[what] = ledger.memory.peak(start)
+            kept = ledger.memory.peak(len(ledger.memory.changes))[0]
+            shards = engine.state_shards(trainer.optimizers).values()
+            checkpoint = sum(s.tensor.numel() * s.tensor.element_size() for s in shards)
+        return Walked(engine.describe(), rows, memory, kept, moved_entries(trainer), checkpoint)
+
+
+def name_memory(trainer: DatalessTrainer, ledger: Ledger) -> None:
+    parameters = list(trainer.model.parameters())
+    ledger.memory.name("optimizer", optimizer_state(trainer))
+    ledger.memory.name("parameters", parameters)
+    ledger.memory.name("gradients", [p.grad for p in parameters])
+
+
 def moved_entries(trainer: DatalessTrainer) -> int:
     """Numbers in the matrices that this rank moves: those it has a first moment of."""
     manifold: Any = trainer.optimizers.manifold
@@ -185,56 +254,54 @@ def moved_entries(trainer: DatalessTrainer) -> int:
     return sum(state["exp_avg"].numel() for state in manifold.state.values())
 
 
-def run(walk: Walk) -> tuple[Ledger, dict[str, Any]]:
-    recipe = load_recipe(str(CONFIGS / f"{walk.config}.yaml"), walk.settings)
-    recipe.require_batch_for(walk.ranks)
-    ledger = Ledger()
-    install(ledger)
-    with fake_group(0, walk.ranks):
-        engine = build_engine(recipe.parallel, "cuda", walk.per_node)
-        with_real_numbers(engine, "build_on_meta")
-        memoryless.prepare(engine)
-        with FakeTensors(allow_non_fake_inputs=True), ledger:
-            trainer = DatalessTrainer(recipe, engine)
-            trainer.optimizers.initialise_state()
-            trainer.train_step(trainer.batch())
-            trainer.name_phases(ledger)
-            ledger.rows.clear()
-            with ledger.during("step"):
-                take(walk.what, trainer, ledger)
-        entries, described = moved_entries(trainer), engine.describe()
-    model = recipe.model
-    found = figures(ledger.rows, model.width, model.depth, recipe.data.batch_size, entries)
-    return ledger, {"engine": described, **found}
+# --------------------------------------------------------------------------------------------------
+# In a process of its own.
 
 
-def outcome(walk: Walk) -> dict[str, Any]:
-    """Its figures; or why it could not be walked."""
+def walk_all(walks: Iterable[Walk]) -> "list[Walked | UserError]":
+    """One after the other in one new process; a UserError for what cannot be walked."""
+    walks = list(walks)
+    if reason := guard.missing() if any(w.device == "cuda" for w in walks) else "":
+        raise UserError(reason)
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "lipnext_scale.planning"],
+        input=json.dumps([asdict(walk) for walk in walks]),
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"a walk failed:\n{done.stderr}")
+    return [_outcome(found) for found in json.loads(done.stdout)]
+
+
+def _outcome(found: dict[str, Any]) -> Walked | UserError:
+    if "refused" in found:
+        return UserError(found["refused"])
+    if "error" in found:
+        raise RuntimeError(found["error"])
+    found["rows"] = {
+        what: [Row(**dict(zip(Row.__dataclass_fields__, row, strict=True))) for row in rows]
+        for what, rows in found["rows"].items()
+    }
+    return Walked(**found)
+
+
+def _attempt(walk: Walk) -> dict[str, Any]:
     try:
-        return run(walk)[1]
+        walked = run(walk)
+    except UserError as error:
+        return {"refused": str(error)}
     except Exception:
         return {"error": traceback.format_exc()}
+    rows = {what: [astuple(row) for row in found] for what, found in walked.rows.items()}
+    return {**asdict(walked), "rows": rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python tests/walk", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("config", nargs="?", default="imagenet_1b")
-    parser.add_argument("settings", nargs="*", help="such as model.depth=4")
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--per-node", type=int, default=8)
-    parser.add_argument("--what", default="step")
-    parser.add_argument("--table", default="", help="a phase whose operators to print")
-    parser.add_argument("--list", action="store_true", help="walks as JSON on stdin")
-    given = parser.parse_intermixed_args()
-    if given.list:
-        with redirect_stdout(sys.stderr):  # DeepSpeed prints
-            found = [outcome(Walk(**walk)) for walk in json.load(sys.stdin)]
-        print(json.dumps(found))
-        return
-    walk = Walk(given.config, given.settings, given.nodes, given.per_node, given.what)
-    with redirect_stdout(sys.stderr):
-        ledger, result = run(walk)
-    if given.table:
-        print(table(ledger.rows, given.table))
-    print(json.dumps(result, indent=1))
+    walks = [Walk(**walk) for walk in json.load(sys.stdin)]
+    with redirect_stdout(sys.stderr):  # DeepSpeed prints
+        found = [_attempt(walk) for walk in walks]
+    print(json.dumps(found))

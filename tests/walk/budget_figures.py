@@ -1,4 +1,4 @@
-"""What a ledger's rows cost on an H100, and its figures as a table.
+"""What a ledger's rows cost on an H100 at least, and the figures that have budgets.
 
 A time is the sum over operators of the longer of arithmetic and memory: collectives are taken to
 hide behind it, launches to be quicker than what they launch. So it is a bound from below.
@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ledger import UNPRICED, Row
+from lipnext_scale.planning.ledger import UNPRICED, Row
+from lipnext_scale.planning.walk import IMAGENET
 
 TERA = 1e12
 # The share of the data sheet's number that good kernels reach.
@@ -19,7 +20,6 @@ FLOPS_PER_SECOND = {
     "fp64": 0.80 * 34 * TERA,
 }
 BYTES_PER_SECOND = 0.80 * 3.35 * TERA
-IMAGENET = 1_281_167  # images
 
 
 def seconds(rows: Iterable[Row]) -> float:
@@ -74,7 +74,7 @@ def _square_products(rows: list[Row], width: int) -> Counter[str]:
     """
     count = Counter({"passes": 0, "fp32": 0})
     for row in rows:
-        if row.side == width:
+        if row.squares and row.shape[1] == width:
             count["fp32"] += row.squares if row.precision == "fp32" else 0
             count["passes"] += row.squares if row.phase in ("forward", "backward") else 0
     return count
@@ -86,19 +86,3 @@ def _collectives(rows: list[Row]) -> Counter[str]:
         if row.kind == "collective":
             total[row.name] += row.bytes
     return total
-
-
-def table(rows: list[Row], phase: str) -> str:
-    """The operators of a phase by place, each with its number, FLOPs, bytes and time."""
-    found: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        if row.phase == phase:
-            found.setdefault((row.kind, row.name, row.place), []).append(row)
-    lines = []
-    for (kind, name, place), alike in found.items():
-        flops, moved = sum(row.flops for row in alike), sum(row.bytes for row in alike)
-        lines.append(
-            f"{kind:10} {name:28} {place:36} ×{len(alike):4} {flops / TERA:8.3f} TFLOP "
-            f"{moved / 1e6:10.1f} MB {1e3 * seconds(alike):8.3f} ms"
-        )
-    return "\n".join(lines)
