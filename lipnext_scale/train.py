@@ -14,6 +14,7 @@ import os
 from contextlib import suppress
 from signal import SIGUSR1
 
+from lipnext_scale.checks.run import memory
 from lipnext_scale.config.launchers import launcher_settings
 from lipnext_scale.config.recipe import load_recipe
 from lipnext_scale.observe.metrics import require_wandb
@@ -37,7 +38,9 @@ def main(argv: list[str] | None = None) -> None:
         require_wandb(recipe.run.wandb)
     if arguments.check:
         ranks = arguments.ranks or 1
-        check_run(recipe, ranks, arguments.ranks_per_node or ranks)
+        per_node = arguments.ranks_per_node or ranks
+        check_run(recipe, ranks, per_node)
+        print(memory(recipe, ranks, per_node).line())
         print(f"run.dir: {os.path.abspath(recipe.run.dir)}\nok")
         return
     keep_freed_memory()

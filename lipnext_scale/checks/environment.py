@@ -1,4 +1,4 @@
-"""Python, packages, CPUs, memory and GPUs. Imports nothing but Python's own at the top."""
+"""Python, packages, CPUs, memory and GPUs. Imports no other package at the top."""
 
 import importlib.metadata
 import multiprocessing
@@ -9,9 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from lipnext_scale.checks import Finding, ok, size, warn, wrong
+from lipnext_scale.utils.cpu import memory_limit
 
 DISTRIBUTION = "lipnext_scale"
 EXTRAS = ("accelerate", "deepspeed", "ffcv", "prep")  # not those of the package's developers
@@ -95,19 +95,6 @@ def cpus(ranks_here: int) -> Finding:
     if ranks_here > 1 and threads * ranks_here > count:
         return warn("cpu", text, f"export OMP_NUM_THREADS={max(1, count // ranks_here)}")
     return ok("cpu", text)
-
-
-def memory_limit() -> tuple[int, int]:
-    """(bytes of RAM that this process may use, bytes of these that are free)."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    total, free = known["MemTotal"], known["MemAvailable"]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
-        path = Path("/sys/fs/cgroup") / name
-        text = path.read_text(encoding="ascii").strip() if path.is_file() else "max"
-        if text != "max":
-            total = min(total, int(text))
-    return total, min(total, free)
 
 
 def memory() -> str:

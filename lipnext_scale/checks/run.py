@@ -1,16 +1,16 @@
-"""A run before it starts: what preflight and the memory estimate say of it, and its disks."""
+"""A run before it starts: what preflight and a walk say of it, and its disks."""
 
 from dataclasses import replace
 from functools import partial
 
 from lipnext_scale.checks import Finding, enough, look, ok, size, warn
-from lipnext_scale.checks.environment import memory_limit
 from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import DataSets, resolve_shards
 from lipnext_scale.data.catalog import is_builtin, is_remote
-from lipnext_scale.distributed.estimate import estimate_of_rank, state_bytes
 from lipnext_scale.distributed.processes import choose_device
+from lipnext_scale.planning import guard
+from lipnext_scale.planning.fit import checkpoint_bytes, memory_needed
 from lipnext_scale.training.preflight import require_engine
 from lipnext_scale.utils.files import free_bytes
 
@@ -49,23 +49,19 @@ def device(recipe: Recipe, per_node: int) -> Finding:
 
 
 def memory(recipe: Recipe, ranks: int, per_node: int) -> Finding:
-    """The estimate against the memory that a process has: of its GPU, or its share of the RAM."""
-    import torch
-
+    """What a walk of the run's steps takes against what a process has: of its GPU, or its share of
+    the RAM."""
     require_engine(recipe, ranks, per_node)
-    needed = estimate_of_rank(recipe.parallel, recipe.model, recipe.optim, ranks, per_node)
-    least = needed.kept + needed.gathered + needed.buffers
-    if recipe.run.device != "cpu" and torch.cuda.is_available():
-        there, what = torch.cuda.get_device_properties(0).total_memory, "the GPU has"
-    else:
-        there, what = memory_limit()[0] // per_node, "the machine has for it"
-    text = f"each of {ranks} process(es), {per_node} a node, holds {size(least)} beside "
-    text += f"activations; {what} {size(there)}"
+    if reason := guard.missing() if choose_device(recipe.run.device).type == "cuda" else "":
+        return warn("memory of the run", f"is not known: {reason}", "apt-get install g++")
+    needed, there, where = memory_needed(recipe, ranks, per_node)
+    text = f"each of {ranks} process(es), {per_node} a node, takes {size(needed)} at most ({where})"
     fix = (
-        "more processes, with parallel.engine=fsdp to share the weights; a smaller model.width or "
-        "model.depth; python -m lipnext_scale.plan --ranks N shows what N processes hold"
+        "more processes, with parallel.engine=fsdp to share the weights; a larger "
+        "parallel.accumulation; a smaller model.width or model.depth; "
+        "python -m lipnext_scale.plan --compare shows what others take"
     )
-    return enough("memory of the run", text, least, there, fix)
+    return enough("memory of the run", f"{text}; it has {size(there)}", needed, there, fix)
 
 
 def data(recipe: Recipe) -> Finding:
@@ -101,7 +97,7 @@ def directory(recipe: Recipe) -> str:
 def disk(recipe: Recipe) -> Finding:
     """Free space against the newest checkpoints and the one that is being written. Quotas are not
     seen, nor the checkpoints of run.keep_every."""
-    run, each = RunDirectory(recipe.run.dir), state_bytes(recipe.model, recipe.optim)
+    run, each = RunDirectory(recipe.run.dir), checkpoint_bytes(recipe)
     count = recipe.run.keep_checkpoints + 1
     there = sum(f.stat().st_size for f in run.checkpoints.rglob("*") if f.is_file())
     free = free_bytes(run.path)

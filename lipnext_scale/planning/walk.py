@@ -9,6 +9,7 @@ not walked: its step is the host's.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import traceback
 from collections.abc import Iterable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, astuple, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,10 +45,12 @@ from lipnext_scale.planning.ledger import LOOKAHEAD_STEP, ORDINARY_STEP, Ledger,
 from lipnext_scale.training.non_finite import NonFinitePolicy
 from lipnext_scale.training.signals import StopRequest
 from lipnext_scale.training.trainer import Trainer
+from lipnext_scale.utils import config as configuration
 from lipnext_scale.utils.errors import UserError
 
 IMAGENET = 1_281_167  # images
 TEST_BATCH = 256
+STEPS = ("step", "lookahead", "retraction")  # of a run
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class Walked:
     kept: dict[str, int]  # memory between steps, by kind
     entries: int  # numbers in the matrices that this rank moves
     checkpoint: int  # bytes of this rank's shards
+
+    @property
+    def peak(self) -> int:
+        """Bytes, in any of the steps."""
+        return max(sum(kinds.values()) for kinds, _, _ in self.memory.values())
 
 
 class DatalessTrainer(Trainer):
@@ -156,11 +166,11 @@ def take(what: str, trainer: DatalessTrainer, ledger: Ledger) -> None:
 
 
 def usual_exponent(trainer: DatalessTrainer, lookahead: bool) -> float:
-    """‖A²‖_F^½ of a step's exponent, which picks fp32 products: of a skew matrix of noise with
-    entries σ it is (2·d³)^¼·σ."""
+    """‖A²‖_F^½ of a step's exponent, which picks fp32 products: near ‖A‖_F/√2, as if one plane made
+    up most of A (`tensor_core.squarings_for`)."""
     optim, width = trainer.recipe.optim, trainer.recipe.model.width
-    sigma = usual_entry(optim.betas[0], ORDINARY_STEP) * optim.lr / 2  # half-way of the schedule
-    return sigma * (2 * width**3) ** 0.25 * (optim.lookahead / 2 if lookahead else 1)
+    norm = usual_entry(optim.betas[0], ORDINARY_STEP) * optim.lr * width
+    return norm / math.sqrt(2) * (optim.lookahead / 2 if lookahead else 1)
 
 
 def with_real_numbers(owner: Any, method: str) -> None:
@@ -210,7 +220,7 @@ def optimizer_state(trainer: DatalessTrainer) -> list[Any]:
 
 
 def run(walk: Walk) -> Walked:
-    recipe = load_recipe(walk.config, walk.settings)
+    recipe = load_recipe(walk.config or None, walk.settings)
     recipe.require_batch_for(walk.ranks)
     ledger = Ledger(walk.device, walk.per_node)
     install(ledger)
@@ -259,16 +269,18 @@ def moved_entries(trainer: DatalessTrainer) -> int:
 
 
 def walk_all(walks: Iterable[Walk]) -> "list[Walked | UserError]":
-    """One after the other in one new process; a UserError for what cannot be walked."""
+    """In new processes; a UserError for what cannot be walked."""
     walks = list(walks)
-    if reason := guard.missing() if any(w.device == "cuda" for w in walks) else "":
+    if all(walk.device == "cpu" for walk in walks):
+        return [_outcome(found) for found in _forked(walks)]
+    if reason := guard.missing():
         raise UserError(reason)
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-m", "lipnext_scale.planning"],
         input=json.dumps([asdict(walk) for walk in walks]),
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
@@ -303,5 +315,26 @@ def _attempt(walk: Walk) -> dict[str, Any]:
 def main() -> None:
     walks = [Walk(**walk) for walk in json.load(sys.stdin)]
     with redirect_stdout(sys.stderr):  # DeepSpeed prints
-        found = [_attempt(walk) for walk in walks]
+        found = _forked(walks)
     print(json.dumps(found))
+
+
+def _forked(walks: list[Walk]) -> list[dict[str, Any]]:
+    """Each walk in a fork of its own: torch remembers the meshes and groups of the one before."""
+    count = min(len(walks), os.cpu_count() or 1)
+    with get_context("fork").Pool(count, maxtasksperchild=1) as pool:
+        return pool.map(_attempt, walks, chunksize=1)
+
+
+def walk_recipe(recipe: Recipe, ranks: int, per_node: int, device: str) -> Walked:
+    """All steps that a run takes, as rank 0 of it."""
+    if ranks % per_node:
+        raise UserError(f"{ranks} processes are not so many nodes of {per_node}")
+    with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(configuration.dump(recipe))
+        file.flush()
+        walk = Walk(file.name, [], ranks // per_node, per_node, device, what=STEPS)
+        (walked,) = walk_all([walk])
+    if isinstance(walked, UserError):
+        raise walked
+    return walked

@@ -1,7 +1,11 @@
-"""Settings of this process that make a CPU faster. Made by the commands, not on import."""
+"""What this process may use of its machine, and settings that make a CPU faster.
+
+The commands make them, not an import.
+"""
 
 import ctypes
 from collections.abc import Mapping
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST = 2**31 - 1
@@ -29,3 +33,16 @@ def step_threads(own: int, of_node: int, ranks: int, environment: Mapping[str, s
     if "LIPNEXT_OMP_CHOSEN" in environment or environment.get("OMP_NUM_THREADS", "1") != "1":
         return None
     return max(1, min(own, of_node // ranks))
+
+
+def memory_limit() -> tuple[int, int]:
+    """(bytes of RAM that this process may use, bytes of these that are free)."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    total, free = known["MemTotal"], known["MemAvailable"]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
+        path = Path("/sys/fs/cgroup") / name
+        text = path.read_text(encoding="ascii").strip() if path.is_file() else "max"
+        if text != "max":
+            total = min(total, int(text))
+    return total, min(total, free)
