@@ -1,4 +1,5 @@
-// A CUDA device that does nothing, for a torch that was built without CUDA.
+// A CUDA device that does nothing, for a torch that was built without CUDA, or with it on a machine
+// without a GPU: there torch has both of what follows, and ours comes first.
 //
 // Fake tensors need no kernels, but torch's core asks two tables about a device: which device and
 // stream are current (the guard, also asked by autograd's thread for the device), and whether
@@ -27,8 +28,6 @@ struct AbsentDevice final : Base {
   bool queryEvent(void*) const override { return true; }
 };
 
-C10_REGISTER_GUARD_IMPL(CUDA, AbsentDevice)
-
 struct AbsentHooks final : at::CUDAHooksInterface {
   explicit AbsentHooks(at::CUDAHooksArgs) {}
   void init() const override {}
@@ -45,6 +44,11 @@ struct AbsentHooks final : at::CUDAHooksInterface {
 }  // namespace
 
 namespace at {
-using CUDAHooks = AbsentHooks;  // torch looks it up by this name
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, AbsentHooks)
 }  // namespace at
+
+// After torch is imported, which brings its own.
+extern "C" void use_absent_device() {
+  static const AbsentDevice device;
+  c10::impl::registerDeviceGuard(c10::DeviceType::CUDA, &device);
+}

@@ -1,7 +1,8 @@
-"""Builds guard.cpp once and loads it. Before torch is imported: torch asks for its hooks once."""
+"""Builds guard.cpp once and loads it before torch, which asks for its hooks once."""
 
 import ctypes
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
@@ -21,13 +22,16 @@ def missing() -> str:
 
 
 def load() -> None:
-    """In a process that has not imported torch."""
+    """Import torch with it, in a process that has not yet."""
     assert "torch" not in sys.modules, "the guard must be there before torch"
     library, torch = build(), _torch()
     # The guard's symbols are in torch's libraries, which need the OpenMP that torch brings along.
     needed = [*sorted(torch.glob("lib/libgomp*")), torch / "lib/libc10.so"]
-    for file in [*needed, torch / "lib/libtorch_cpu.so", library]:
+    for file in [*needed, torch / "lib/libtorch_cpu.so"]:
         ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
+    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    importlib.import_module("torch")
+    loaded.use_absent_device()
 
 
 def build() -> Path:

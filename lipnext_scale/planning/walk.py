@@ -39,6 +39,7 @@ from lipnext_scale.distributed.engine import checksums
 from lipnext_scale.distributed.processes import fake_group
 from lipnext_scale.manifold import Workspace
 from lipnext_scale.manifold.tensor_core import usual_entry
+from lipnext_scale.models import kernels as block_kernels
 from lipnext_scale.observe import Observer
 from lipnext_scale.planning import absent_cuda, guard, memoryless
 from lipnext_scale.planning.ledger import LOOKAHEAD_STEP, ORDINARY_STEP, Ledger, Row
@@ -195,6 +196,7 @@ def install(ledger: Ledger) -> None:
     """Let this process's torch tell the ledger of waits, and take fake tensors for real ones."""
     if ledger.device == "cuda":
         absent_cuda.install(ledger)
+        block_kernels._has_triton = lambda: True  # as where the GPUs are
 
     def tolist(tensor: Tensor) -> Any:
         """One transfer; torch's own for fake tensors reads each number by itself."""
