@@ -74,13 +74,11 @@ def open_wandb(run: RunDirectory, recipe: Recipe) -> Any:
     if not run.wandb_id.is_file():
         write_atomically(run.wandb_id, uuid.uuid4().hex.encode())
     project, settings = recipe.run.wandb, wandb.Settings(console="off")  # the bar is no log
-    named = {"id": run.wandb_id.read_text(), "name": run.path.absolute().name, "dir": str(run.path)}
-    how = {"resume": "allow", "allow_val_change": True}
+    how: dict[str, Any] = {"resume": "allow", "allow_val_change": True, "dir": str(run.path)}
+    how |= {"id": run.wandb_id.read_text(), "name": run.path.absolute().name}
     try:
-        return wandb.init(
-            project=project, config=to_dict(recipe), settings=settings, **named, **how
-        )
-    except wandb.Error as error:
+        return wandb.init(project=project, config=to_dict(recipe), settings=settings, **how)
+    except Exception as error:  # also pydantic's: WANDB_MODE misspelt, say
         right = f"cannot start: {' '.join(str(error).split())}"
         raise ConfigError("run.wandb", project, right) from None
 

@@ -1,16 +1,20 @@
 """What a run records, when, and that it trains as if unobserved."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+import wandb
 from observed_runs import DEPTH, LAST, QUIET, checkpoint_tensors, recipe, records, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.observe.console import training_flops_per_image
 from lipnext_scale.training.trainer import Trainer
+from lipnext_scale.utils.config import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +83,25 @@ def test_a_continued_run_has_every_step_once(watched, tmp_path):
     assert [event.step for event in events.Scalars("drift/largest")] == list(range(1, LAST + 1))
 
 
-def test_weights_and_biases_gets_the_same(tmp_path, monkeypatch):
-    """Both processes of a continued run under one id, each with the steps that it trained."""
-    pytest.importorskip("wandb")
+@pytest.fixture
+def offline(monkeypatch):
+    """wandb reads its variables once in a process, or after `teardown`, which ends its service."""
+    wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "offline")
+    yield
+    with suppress(ConnectionError, SystemExit):  # a service that was killed
+        wandb.teardown()
+
+
+def test_weights_and_biases_gets_the_same(tmp_path, offline):
+    """Both starts of a continued run under one id, each with the steps that it trained."""
     directory = tmp_path / "run"
     for last in (3, LAST):
         Trainer(recipe(directory, f"run.max_steps={last}", "run.wandb=project")).run()
+        wandb.teardown()  # as at a process's end: only then is the log complete
     name = (directory / "wandb_id").read_text()
-    logs = sorted(directory.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))
+    # Named by their second; where both start in the same one, the later name ends in -1.
+    logs = sorted(directory.glob(f"wandb/offline-run-*-{name}*/run-{name}.wandb"))
     assert len(logs) == 2
     for log, steps in zip(logs, ((1, 2, 3), (4, 5)), strict=True):
         here = [record for record in records(directory) if record["step"] in steps]
@@ -95,6 +109,30 @@ def test_weights_and_biases_gets_the_same(tmp_path, monkeypatch):
             assert tag.encode() in log.read_bytes()
         losses = [repr(record["train/loss"]).encode() for record in here]
         assert all(loss in log.read_bytes() for loss in losses)
+
+
+def test_a_run_goes_on_without_the_process_of_weights_and_biases(
+    tmp_path, offline, monkeypatch, capsys
+):
+    trainer = Trainer(recipe(tmp_path / "run", "run.max_steps=3", "run.wandb=project"))
+    train_step = trainer.train_step
+
+    def kill_and_train(batch):
+        for child in psutil.Process().children():
+            if child.name() == "wandb-core":
+                child.terminate()  # it removes its socket
+                child.wait()
+        return train_step(batch)
+
+    monkeypatch.setattr(trainer, "train_step", kill_and_train)
+    trainer.run()
+    assert trainer.step == 3 and capsys.readouterr().out.count("Weights & Biases gets no more") == 1
+
+
+def test_weights_and_biases_that_cannot_start_say_why_in_a_line(tmp_path, offline, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    with pytest.raises(ConfigError, match="run.wandb = 'project': cannot start: .*'offline'"):
+        Trainer(recipe(tmp_path / "run", "run.wandb=project")).run()
 
 
 def test_the_watched_part_of_the_whole_set_is_the_whole_set(tmp_path):
