@@ -12,6 +12,7 @@ import lipnext_scale.utils.passive  # noqa: F401
 import json
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,10 @@ def page(found: Prediction, checkpoint: int, price: float) -> str:
     memory = sorted(kinds.items(), key=lambda kind: -kind[1])
     shown = [(name, size(held)) for name, held in memory if held > 1e5]
     shown += [("not in tensors", size(device.overhead)), ("all", size(found.memory))]
-    shown += [("there is", size(device.memory))]
-    title = f"memory of a {'process' if walk.device == 'cpu' else 'GPU'}, at most in {phase} ({place})"
+    shown += [("there is", size(found.room))]
+    title = (
+        f"memory of a {'process' if walk.device == 'cpu' else 'GPU'}, at most in {phase} ({place})"
+    )
     sections = [
         "\n".join(head),
         _table(title, shown),
@@ -140,8 +143,8 @@ def _phases(found: Prediction) -> list[tuple[str, ...]]:
             (
                 phase,
                 *(f"{1e3 * x:.2f}" for x in (sum(parts.values()), *parts.values())),
-                f"{sum(row.flops for row in work) / 1e12:.2f}",
-                f"{sum(row.bytes for row in work) / 1e9:.2f}",
+                f"{sum(row.flops for row in work) / 1e12:.3g}",
+                f"{sum(row.bytes for row in work) / 1e9:.3g}",
                 str(len(work)),
                 str(sum(row.kind == "wait" for row in here)),
             )
@@ -157,18 +160,18 @@ def _collectives(found: Prediction) -> list[tuple[str, ...]]:
             axis = "across nodes" if row.across else "in the node"
             key = (row.phase, row.name, str(row.ranks), axis)
             count[key], sent[key] = count[key] + 1, sent[key] + row.bytes
-    table = [("phase", "", "ranks", "axis", "calls", "bytes")]
+    table: list[tuple[str, ...]] = [("phase", "", "ranks", "axis", "calls", "bytes")]
     table += [(*key, str(count[key]), size(sent[key])) for key in count]
     return table if count else [("none", "")]
 
 
-def _figures(found: Prediction, checkpoint: int, price: float) -> Any:
+def _figures(found: Prediction, checkpoint: int, price: float) -> Iterator[tuple[str, str]]:
     recipe, walk, times = found.recipe, found.walk, found.times
     copied, written = found.checkpoint(checkpoint)
     flops: Counter[str] = Counter()
     for row in found.walked.rows["step"]:
         flops[row.precision] += row.flops
-    yield "TFLOP of a step", ", ".join(f"{v / 1e12:.2f} {k}" for k, v in flops.items() if v)
+    yield "TFLOP of a step", ", ".join(f"{v / 1e12:.3g} {k}" for k, v in flops.items() if v)
     yield "step", f"{1e3 * times.step:.1f} ms, {1e3 * times.exposed:.1f} of it exposed collectives"
     yield "images/s", f"{found.images_per_second:,.0f}"
     yield "MFU", f"{found.mfu:.1%} of the data sheet's {recipe.parallel.precision}"
@@ -179,30 +182,31 @@ def _figures(found: Prediction, checkpoint: int, price: float) -> Any:
         rate = IMAGENET / (60 * paper) * training_flops_per_image(recipe.model)
         share = rate / (8 * found.device.peak["bf16"])
         ours = found.epoch / 60 * walk.ranks / 8
-        yield "of 8 GPUs", f"{ours:.1f} minutes predicted; the paper reports {paper} (MFU {share:.0%})"
-    yield "data", (
-        f"{found.images_per_second / walk.nodes:,.0f} images/s a node: {found.cores:.1f} cores at "
-        f"{found.loader_rate:,.0f} images/s, data.workers={recipe.data.workers} × {walk.per_node}"
-    )
+        yield (
+            "of 8 GPUs",
+            f"{ours:.1f} minutes predicted; the paper reports {paper} (MFU {share:.0%})",
+        )
+    needed = f"{found.images_per_second / walk.nodes:,.0f} images/s a node: {found.cores:.1f} cores"
+    there = f"data.workers={recipe.data.workers} × {walk.per_node}"
+    yield "data", f"{needed} at {found.loader_rate:,.0f} images/s; {there}"
     waits = copied if recipe.run.async_checkpoint else copied + written
-    yield "checkpoint", (
-        f"{size(checkpoint)}: {copied:.2f} s to the host, {written:.1f} s to disks; "
-        f"the run waits {waits:.2f} s"
-    )
+    moved = f"{size(checkpoint)}: {copied:.2f} s to the host, {written:.1f} s to disks"
+    yield "checkpoint", f"{moved}; the run waits {waits:.2f} s"
     run = found.whole_run(checkpoint)
     yield "all epochs", f"{duration(run)} for {recipe.optim.epochs}, without evaluations"
     hours = run / 3600 * walk.ranks
-    yield "GPU hours", f"{hours:,.0f}" + (f", at {price:g} an hour {hours * price:,.0f}" if price else "")
+    yield (
+        "GPU hours",
+        f"{hours:,.0f}" + (f", at {price:g} an hour {hours * price:,.0f}" if price else ""),
+    )
 
 
-def _assumptions(found: Prediction) -> Any:
+def _assumptions(found: Prediction) -> Iterator[tuple[str, str]]:
     device, precision = found.device, found.recipe.parallel.precision
     rates = f"{device.flops[precision] / 1e12:,.4g} TFLOPS {precision}, "
     yield "rates", f"{rates}{device.bandwidth / 1e12:.3g} TB/s of memory ({device.source})"
-    yield "collectives", (
-        f"{device.link / 1e9:g} GB/s in the node, {device.network / 1e9:g} a GPU between nodes; "
-        f"kernels beside them lose {device.beside:.0%}"
-    )
+    links = f"{device.link / 1e9:g} GB/s in the node, {device.network / 1e9:g} a GPU between nodes"
+    yield "collectives", f"{links}; kernels beside them lose {device.beside:.0%}"
     yield "host", f"{1e6 * device.launch:g} µs a launch; loader and disks keep up"
     yield "epoch", f"{found.images:,} images"
     yield "disks", f"{WRITE_RATE / 1e9:g} GB/s a node"
@@ -254,44 +258,39 @@ def operators(rows: list[Row], phase: str, device: Device) -> None:
 
 def compare(walk: Walk, recipe: Recipe, device: Device, known: dict[str, Any]) -> None:
     """The quickest that fits is marked, of those with these GPUs and this batch."""
-    walks = variants(walk, recipe)
-    found: dict[str, Prediction | UserError] = {}
-    for (name, one), walked in zip(walks.items(), walk_all(walks.values()), strict=True):
-        failed = isinstance(walked, UserError)
-        found[name] = walked if failed else Prediction(one, walked, device, **known)
-    alike = {
-        name: one.epoch
-        for name, one in found.items()
-        if isinstance(one, Prediction)
-        and one.fits
-        and one.walk.ranks == walk.ranks
-        and one.recipe.data.batch_size == recipe.data.batch_size
-    }
-    best = min(alike, key=alike.__getitem__) if alike else ""
+    walks = list(variants(walk, recipe).items())
     table = [("", "variant", "GPUs", "min/epoch", "MFU", "exposed", "memory", "")]
-    for name, one in found.items():
-        ranks = str(walks[name].ranks)
-        if isinstance(one, UserError):
-            table.append(("", name, ranks, "-", "-", "-", "-", f"refused: {one}"[:110]))
+    alike: dict[int, float] = {}
+    for (name, one), walked in zip(walks, walk_all(w for _, w in walks), strict=True):
+        if isinstance(walked, UserError):
+            why = f"refused: {walked}"[:110]
+            table.append(("", name, str(one.ranks), "-", "-", "-", "-", why))
             continue
-        why = "" if one.fits else f"memory full: the GPU has {size(device.memory)}"
-        exposed = f"{one.times.exposed / one.times.step:.0%}"
-        figures = (f"{one.epoch / 60:.2f}", f"{one.mfu:.1%}", exposed, size(one.memory), why)
-        table.append(("*" if name == best else "", name, ranks, *figures))
+        found = Prediction(one, walked, device, **known)
+        if found.fits and one.ranks == walk.ranks:
+            if found.recipe.data.batch_size == recipe.data.batch_size:
+                alike[len(table)] = found.epoch
+        why = "" if found.fits else f"memory full: there is {size(found.room)}"
+        exposed = f"{found.times.exposed / found.times.step:.0%}"
+        figures = (f"{found.epoch / 60:.2f}", f"{found.mfu:.1%}", exposed, size(found.memory))
+        table.append(("", name, str(one.ranks), *figures, why))
+    if alike:
+        best = min(alike, key=alike.__getitem__)
+        table[best] = ("*", *table[best][1:])
     print(_table(f"{walk.config} on {device.name}, predicted; * the quickest as given", table))
     print("\na precision, parametrisation or batch size is another training, not only another pace")
 
 
-def _table(title: str, rows: list[tuple[str, ...]]) -> str:
-    """The first two columns to the left, the others to the right, the last as it is."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        for cell, width, number in zip(row[1:], widths[1:], range(len(row)), strict=False):
-            text = cell.ljust(width) if number == 0 and not cell[:1].isdigit() else cell.rjust(width)
-            cells.append(cell if len(row) == 2 else text)
-        lines.append("  ".join(cells).rstrip())
+def _table(title: str, rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns of numbers to the right."""
+    columns = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        numbers = (
+            len(rows[0]) > 2 and number and all(c[:1].isdigit() or c == "-" for c in column[1:])
+        )
+        columns.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
+    lines = ("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
     return "\n  ".join([title, *lines])
 
 

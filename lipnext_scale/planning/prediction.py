@@ -90,8 +90,13 @@ class Prediction:
         return sum(self.peak[0].values()) + self.device.overhead
 
     @property
+    def room(self) -> int:
+        """Memory that a rank has; on a CPU processes share it."""
+        return self.device.memory // (self.walk.per_node if self.walk.device == "cpu" else 1)
+
+    @property
     def fits(self) -> bool:
-        return self.memory <= self.device.memory
+        return self.memory <= self.room
 
     @property
     def loader_rate(self) -> float:
@@ -106,7 +111,7 @@ class Prediction:
         return self.images_per_second / self.walk.nodes / self.loader_rate
 
     def checkpoint(self, size: int) -> tuple[float, float]:
-        """(seconds that a step waits for the copy to the host, seconds to write) of so many bytes."""
+        """(seconds of the copy to the host, seconds to write) of so many bytes."""
         timeline = Timeline(self.device, self.walk.nodes)
         timeline.take(self.walked.rows["checkpoint"])
         copied = max([timeline.host, *(clock.time for clock in timeline.streams.values())])
@@ -151,9 +156,10 @@ def warnings(found: Prediction) -> list[str]:
         )
     gathers = [row for row in rows if row.name == "all_gather" and row.phase == "forward"]
     fsdp = found.walked.engine.startswith("fsdp")
-    if fsdp and any(row.across and row.bytes > 1e6 for row in gathers):
+    late = times.parts["forward"]["network"] > NOTABLE * sum(times.parts["forward"].values())
+    if fsdp and late and any(row.across for row in gathers):
         lines.append(
-            f"weights are gathered across nodes: parallel.shard_size={per_node} keeps that inside them"
+            f"weights are gathered across nodes: parallel.shard_size={per_node} gathers inside them"
         )
     if times.exposed > NOTABLE * times.step:
         helps = "a larger data.batch_size"
@@ -162,15 +168,16 @@ def warnings(found: Prediction) -> list[str]:
         elif parallel.reshard_after_forward:
             helps += ", parallel.reshard_after_forward=false"
         lines.append(f"{times.exposed / times.step:.0%} of a step waits for collectives: {helps}")
-    room = found.memory < 0.6 * found.device.memory
+    room = found.memory < 0.6 * found.room
     if room and parallel.recompute_activations:
         lines.append("memory to spare: parallel.recompute_activations=false is quicker")
-    if room and fsdp and parallel.reshard_after_forward and gathers:
+    if room and fsdp and parallel.reshard_after_forward and times.of("node") > 0.02 * times.step:
         lines.append("memory to spare: parallel.reshard_after_forward=false gathers weights once")
     replicas = fsdp and not found.walked.engine.startswith("fsdp 1 ")
     if not parallel.share_step and (replicas or parallel.engine == "ddp"):
         lines.append("replicas repeat the manifold step: parallel.share_step=true shares it")
-    if found.cores > data.workers * per_node:
+    measured = found.images_per_core or found.recipe.model.image_size > 128  # as the photographs
+    if measured and found.cores > data.workers * per_node:
         lines.append(
             f"the loader is too slow: {found.cores:.0f} cores of a node against data.workers="
             f"{data.workers} × {per_node}; `bench data` measures it"

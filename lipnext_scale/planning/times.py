@@ -3,14 +3,14 @@
     host         a launch takes the host `launch_us`; a `wait` stops it until that stream, event or
                  device is done. It runs ahead of the device otherwise, into the next step too.
     stream       an operator begins when the host has launched it and its stream is done. It takes
-                 the longer of FLOPs/rate and bytes/bandwidth. `record` and `stream_wait` are CUDA's.
+                 the longer of FLOPs/rate and bytes/bandwidth. `record`, `stream_wait`: as in CUDA.
     collective   begins behind its stream's work and its group's; takes latency + bytes sent/rate,
-                 as NCCL's own model: a ring of R ranks has R-1 steps, a tree 2·log2. Between nodes
-                 the rate is that of the network cards of the group's GPUs in a node, or the link's if
+                 as in NCCL's own model: a ring of R ranks has R-1 steps, a tree 2·log2. Between
+                 nodes the rate is that of the cards of the group's GPUs in a node, or the link's if
                  that is slower. Its stream waits for it; of one begun with `async_op` the main
                  stream waits at the end of the phase.
-    beside       a kernel next to a collective loses the share `beside`; two kernels next to each other
-                 take as long as one after the other. This is added to the phase, whole.
+    beside       a kernel next to a collective loses the share `beside`; two kernels next to each
+                 other take as long as one after the other. This is added to the phase, whole.
 
 A step's time is what the main stream takes for it after a step before it. Each moment of that
 stream has a cause: arithmetic, memory, the host, or a collective in the node or across nodes.
@@ -185,7 +185,8 @@ class Timeline:
         self._collectives: list[tuple[float, float]] = []
 
     def take(self, rows: Iterable[Row]) -> None:
-        phase, pending = "", []
+        phase = ""
+        pending: list[Clock] = []
         for row in rows:
             if row.phase != phase:
                 self._wait_for(pending, phase)
