@@ -5,16 +5,21 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lipnext_scale import plan
 from lipnext_scale.checks import gpu
+from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.plan import main
-from lipnext_scale.planning import guard
-from lipnext_scale.planning.prediction import CHAIN, Prediction, warnings
+from lipnext_scale.planning import guard, scaling
+from lipnext_scale.planning.ledger import Row
+from lipnext_scale.planning.prediction import CHAIN, Prediction, variants, warnings
 from lipnext_scale.planning.times import read_device
 from lipnext_scale.planning.walk import Walk, Walked, walk_all
+from lipnext_scale.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(
@@ -77,41 +82,51 @@ def test_two_billion_parameters_on_1024_gpus_take_seconds():
 
 
 @pytest.mark.slow
-def test_variants_and_the_picture_of_scaling(tmp_path, capsys):
-    layout = ["--nodes", "2", "--gpus-per-node", "2", *SMALL, "data.batch_size=8"]
-    main(["--config", ONE, "--compare", *layout])
+def test_variants_with_the_best_marked_and_the_others_reasons(monkeypatch, capsys):
+    def some(walk: Walk, recipe: Recipe) -> dict[str, Walk]:
+        found = variants(walk, recipe)
+        assert {"as configured", "engine=ddp", "shard_size=4", "1 node(s) of 2"} < found.keys()
+        assert 10 <= len(found) <= 18
+        slow = replace(walk, settings=[*walk.settings, "data.batch_size=131072"], what=CHAIN)
+        odd = replace(walk, settings=[*walk.settings, "parallel.shard_size=3"], what=CHAIN)
+        row = "weight_layout=row"
+        return {"base": found["as configured"], row: found[row], "large": slow, "odd": odd}
+
+    monkeypatch.setattr(plan, "variants", some)
+    main(["--config", ONE, "--compare", "--nodes", "2", "--gpus-per-node", "2", *SMALL])
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.lstrip().startswith("*") for line in lines[1:]) == 1
-    shown = "\n".join(lines)
-    for variant in (
-        "weight_layout=row",
-        "engine=ddp",
-        "shard_size=4",
-        "batch_size=16",
-        "1 node(s)",
-    ):
-        assert variant in shown
+    assert sum(line.startswith("  * ") for line in lines) == 1
+    assert (
+        "memory full: there is 84.8 GB" in lines[4] and "refused: parallel.shard_size" in lines[5]
+    )
+
+
+@pytest.mark.slow
+def test_the_picture_of_scaling(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "MOST", 8)
+    layout = ["--nodes", "2", "--gpus-per-node", "2", *SMALL, "data.batch_size=4"]
     main(["--config", ONE, "--scaling", str(tmp_path / "scaling.png"), *layout])
     rows = list(csv.DictReader((tmp_path / "scaling.csv").open()))
-    strong = {int(r["gpus"]): r for r in rows if r["kind"] == "strong"}
-    assert sorted(strong) == [1 << k for k in range(11)]
-    assert strong[8]["batch"] == "8" and strong[1024]["batch"] == "1024"
-    assert strong[1024]["limit"].endswith("too few images a GPU")
+    batches = {(r["kind"], r["gpus"]): r["batch"] for r in rows}
+    assert [batches["strong", n] for n in "1248"] == ["4", "4", "4", "8"]
+    assert [batches["weak", n] for n in "1248"] == ["1", "2", "4", "8"]
+    assert rows[-2]["limit"].endswith("too few images a GPU") and "too" not in rows[-1]["limit"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
 def test_operators_of_a_phase(capsys):
-    main(["--config", ONE, "--gpus-per-node", "1", "--operators", "manifold", *SMALL])
-    assert "lipnext::moments_" in capsys.readouterr().out
+    row = Row("kernel", "manifold", "lipnext::moments_", "here.py:1", False, read=10**6)
+    plan.operators([row], "manifold", read_device("h100"))
+    assert "lipnext::moments_  here.py:1" in capsys.readouterr().out
+    with pytest.raises(UserError, match="^--operators = 'foward': must be one of manifold$"):
+        plan.operators([row], "foward", read_device("h100"))
 
 
 MISTAKES = [
     (["--gpu", "h200"], "--gpu = 'h200': must be one of h100, a100, b200, rtx4090, cpu"),
     (["--nodes", "0"], "argument --nodes: 0 must be a whole number from 1"),
     (["--gpus-per-node", "3"], "data.batch_size = 256: must be a multiple of 3 process"),
-    (["parallel.shard_size=3"], "parallel.shard_size = 3: must divide"),
     (["--rates", "none.json"], "--rates = 'none.json': must be a file that"),
-    (["--operators", "foward"], "--operators = 'foward': must be one of step, forward"),
     (
         ["parallel.engine=deepspeed", "parallel.offload_optimizer=true"],
         "parallel.offload_optimizer = True: cannot be planned",
