@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=positive, default=1, help="measure one rank of so many")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="gpu (cuda)")
     parser.add_argument("--out", default="gpu.json", help="gpu: the file of rates (gpu.json)")
-    parser.add_argument("--predicted", help="gpu: times to compare with, from python tests/walk")
+    parser.add_argument("--predicted", help="gpu: times to compare with, of `plan --json`")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.what is None or arguments.config is None:
         parser.error("give `data` or `gpu`, and --config")

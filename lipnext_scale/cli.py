@@ -15,7 +15,7 @@ COMMANDS = {
     "watch": "watch runs while they train",
     "export": "write a run's weights to a safetensors file",
     "doctor": "check this machine, or all nodes, before a run starts",
-    "plan": "show what each of many processes would hold",
+    "plan": "predict memory, times and cost of a run on many GPUs",
     "bench": "measure the loading of data, or a GPU",
 }
 

@@ -32,7 +32,6 @@ from lipnext_scale.utils.errors import UserError
 
 Figures = dict[str, Any]
 STEPS = 6  # one of them is a Lookahead step
-PLANNED = ("bf16_tokens", "fp32", "bf16_to_fp32", "bf16x3")  # products that `plan` has times of
 COPIED = {"cuda": 1 << 29, "cpu": 1 << 22}  # bytes
 
 
@@ -59,29 +58,16 @@ def measure(recipe: Recipe, ranks: int, device: str) -> tuple[Figures, Engine]:
 
 
 def predicted(path: str) -> Figures:
-    """The step's times by what `python tests/walk CONFIG` has printed."""
+    """The step's times by what `plan --json` has written."""
     try:
         times = json.loads(Path(path).read_text(encoding="utf-8"))["milliseconds"]
         times = {"all": sum(times.values()), "optimizers": times["manifold"] + times["nadam"]} | {
             phase: times[phase] for phase in ("forward", "backward", "norm")
         }
     except (OSError, ValueError, KeyError, TypeError):
-        right = "must be what `python tests/walk CONFIG` prints"
+        right = "must be a file that `python -m lipnext_scale.plan --json` has written"
         raise UserError(f"--predicted = {path!r}: {right}") from None
     return {f"step_{phase}_predicted_ms": float(f"{ms:.4g}") for phase, ms in times.items()}
-
-
-def read_rates(path: str) -> Figures:
-    """What `bench gpu` has written."""
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        rates = [found[f"product_{name}_tflops"] for name in PLANNED]
-        if min(rates) > 0 and found["device"] and found["width"]:
-            return found
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    right = "must be a file that `python -m lipnext_scale.bench gpu` has written"
-    raise UserError(f"--rates = {path!r}: {right}")
 
 
 def versions(device: torch.device) -> Figures:

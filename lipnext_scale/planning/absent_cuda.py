@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from lipnext_scale.planning.ledger import Ledger
+from lipnext_scale.planning.times import Device
 
-NAME = "NVIDIA H100 80GB HBM3"
 
-
-def install(ledger: Ledger) -> None:
+def install(ledger: Ledger, device: Device) -> None:
     """ledger: gets every event, and where a stream or the host waits for one."""
 
     class Event:
@@ -80,6 +79,7 @@ def install(ledger: Ledger) -> None:
 
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment]
     _replace(
+        device,
         Event=Event,
         Stream=Stream,
         stream=stream,
@@ -89,14 +89,17 @@ def install(ledger: Ledger) -> None:
     )
 
 
-def _replace(**names: Any) -> None:
+def _replace(device: Device, **names: Any) -> None:
+    major, minor = device.capability
     constants: dict[str, Any] = {
         "_lazy_init": None,
         "current_device": 0,
         "device_count": 8,
-        "get_device_capability": (9, 0),
-        "get_device_name": NAME,
-        "get_device_properties": SimpleNamespace(major=9, minor=0, total_memory=80 << 30),
+        "get_device_capability": device.capability,
+        "get_device_name": device.title,
+        "get_device_properties": SimpleNamespace(
+            major=major, minor=minor, total_memory=device.memory
+        ),
         "is_available": True,
         "is_initialized": True,
         "max_memory_allocated": 0,

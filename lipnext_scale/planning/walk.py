@@ -43,10 +43,12 @@ from lipnext_scale.models import kernels as block_kernels
 from lipnext_scale.observe import Observer
 from lipnext_scale.planning import absent_cuda, guard, memoryless
 from lipnext_scale.planning.ledger import LOOKAHEAD_STEP, ORDINARY_STEP, Ledger, Row
+from lipnext_scale.planning.times import read_device
 from lipnext_scale.training.non_finite import NonFinitePolicy
 from lipnext_scale.training.signals import StopRequest
 from lipnext_scale.training.trainer import Trainer
 from lipnext_scale.utils import config as configuration
+from lipnext_scale.utils.config import ConfigError
 from lipnext_scale.utils.errors import UserError
 
 IMAGENET = 1_281_167  # images
@@ -64,6 +66,7 @@ class Walk:
     per_node: int = 8
     device: str = "cuda"
     rank: int = 0
+    gpu: str = "h100"  # of devices.yaml: what torch says the device is
     # step, lookahead (every sixth), logged, retraction (an epoch's last), evaluation, checkpoint
     what: tuple[str, ...] = ("step",)
 
@@ -192,10 +195,10 @@ class FakeTensors(FakeTensorMode):
     avoid_device_init = True  # it looks for a device to initialise otherwise
 
 
-def install(ledger: Ledger) -> None:
+def install(ledger: Ledger, gpu: str) -> None:
     """Let this process's torch tell the ledger of waits, and take fake tensors for real ones."""
     if ledger.device == "cuda":
-        absent_cuda.install(ledger)
+        absent_cuda.install(ledger, read_device(gpu))
         block_kernels._has_triton = lambda: True  # as where the GPUs are
 
     def tolist(tensor: Tensor) -> Any:
@@ -224,8 +227,10 @@ def optimizer_state(trainer: DatalessTrainer) -> list[Any]:
 def run(walk: Walk) -> Walked:
     recipe = load_recipe(walk.config or None, walk.settings)
     recipe.require_batch_for(walk.ranks)
+    if recipe.parallel.offload_optimizer:
+        raise ConfigError("parallel.offload_optimizer", True, "cannot be planned: the host steps")
     ledger = Ledger(walk.device, walk.per_node)
-    install(ledger)
+    install(ledger, walk.gpu)
     many = walk.ranks > 1 or recipe.parallel.engine != "single"
     with fake_group(walk.rank, walk.ranks) if many else nullcontext():
         engine = build_engine(recipe.parallel, walk.device, walk.per_node)
