@@ -1,11 +1,11 @@
-"""`bench cpu`: how long this CPU takes for products and passes of different sizes.
+"""`bench cpu`: how long this CPU takes for products and passes, by size.
 
-What a step does between its products is measured by class, with the operators of the step itself.
-All are measured in turn, again and again, and the shortest time of each counts: other processes may
-work now and then. Under torchrun all ranks measure at the same time, as they work in a run.
+What a step does between its products is measured by class, with operators of the step itself. All
+are measured in turn, again and again, and the shortest time of each counts: other processes may
+work now and then. Half of it with cold caches: of what a step's operator reads, the one before it
+has written a part. Under torchrun all ranks measure at the same time, as they work in a run.
 """
 
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -15,38 +15,67 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lipnext_scale.distributed.processes import Processes
+from lipnext_scale.losses import class_distances, emma_loss
+from lipnext_scale.planning.ledger import Ledger
 from lipnext_scale.utils.cpu import keep_freed_memory
 
 SECONDS = 40.0  # for all
 WIDTHS = (16, 32, 64, 128, 256, 512, 1024)
 ROWS = 2048
-SMALL = WIDTHS.index(64)  # a product (64, 256, 64), which takes a call and little more
-STACK = 4 << 20  # bytes, as the manifold step's chunks
+STACK = 4 << 20  # bytes, as the chunks of the manifold step
 SIZES = tuple(1 << shift for shift in (12, 16, 18, 20, 22, 24, 26))  # bytes of a tensor
-SMALL_FLOPS = 2 * 64 * 256 * 64
-Case = tuple[str, str, float, float, Callable[[], Any]]  # group, name, x, FLOPs or bytes, action
+CACHES = 1 << 26  # bytes that leave nothing else in them
+Case = tuple[str, str, float, float, Callable[[], Any]]  # group, name, x, FLOPs, action
+Best = dict[int, list[float]]  # seconds of each case, with cold and with warm caches
 Figures = dict[str, Any]
 
 
 def measure() -> tuple[Figures, Processes]:
+    """What `planning.cpu.read_rates` reads."""
     keep_freed_memory()
     processes = Processes("cpu", alone=True)
-    cases = [*products(), *passes(), *collectives(processes.world_size)]
+    cases = all_cases(processes.world_size)
+    best: Best = {}
+    end = time.perf_counter() + SECONDS
+    while not best or processes.sum(torch.tensor(time.perf_counter() < end)) > 0:
+        time_once(cases, best)
+    return figures(cases, best) | {"ranks": processes.world_size}, processes
+
+
+def all_cases(ranks: int = 1) -> list[Case]:
+    return [*products(), *passes(), *collectives(ranks), loss()]
+
+
+def figures(cases: list[Case], best: Best) -> Figures:
     found: Figures = {"device": cpu_name(), "torch": torch.__version__}
-    found |= {"threads": torch.get_num_threads(), "ranks": processes.world_size}
-    found |= {"products": {}, "passes": {}, "collectives": {}}
-    for (group, name, x, amount, _), seconds in zip(cases, shortest(cases), strict=True):
-        curve = found[group].setdefault(name, [])
+    found |= {"threads": torch.get_num_threads()}
+    found |= {"products": {}, "passes": {}, "collectives": {}, "host": {}}
+    for index, (group, name, x, flops, _) in enumerate(cases):
+        seconds, curve = sum(best[index]) / 2, found[group].setdefault(name, [])
         if group == "products":
-            curve.append([x, amount / seconds])
+            curve.append([x, float(f"{flops / seconds:.4g}")])
         else:  # more bytes take no less
-            curve.append([x, max([seconds, *(y for _, y in curve)])])
-    small, rate = found["products"].pop("small")[0][1], found["products"]["tall"][SMALL][1]
-    found["call"] = max(1e-7, SMALL_FLOPS / small - SMALL_FLOPS / rate)
-    return found, processes
+            curve.append([x, max([float(f"{seconds:.4g}"), *(y for _, y in curve)])])
+    ((count, seconds),) = found["host"]["loss"]
+    found["host"] = seconds / count
+    ((d, rate),) = found["products"].pop("small")
+    bare = next(rate for width, rate in found["products"]["tall"] if width == d)
+    found["call"] = max(0.0, _SMALL * (1 / rate - 1 / bare))
+    return found
+
+
+def table(found: Figures) -> Figures:
+    """To be shown: GFLOP/s by the smallest dimension, GB/s by the kB that are moved."""
+    rows = {key: found[key] for key in ("device", "torch", "threads", "ranks")}
+    rows |= {f"{key}, µs": f"{found[key] * 1e6:.1f}" for key in ("host", "call")}
+    for name, curve in found["products"].items():
+        rows[f"{name}, GFLOP/s"] = ", ".join(f"{x}: {y / 1e9:.0f}" for x, y in curve)
+    for name, curve in (found["passes"] | found["collectives"]).items():
+        points = (f"{x / 1e3:.0f}: {x / y / 1e9:.3g}" for x, y in curve)
+        rows[f"{name}, GB/s"] = ", ".join(points)
+    return rows
 
 
 def cpu_name() -> str:
@@ -58,61 +87,76 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def shortest(cases: list[Case]) -> list[float]:
-    """Seconds of each action."""
-    best = [float("inf")] * len(cases)
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end:
-        for index, (*_, action) in enumerate(cases):
+def time_once(cases: list[Case], best: Best) -> None:
+    """Every action with cold and with warm caches; the shortest times stay in `best`."""
+    other = torch.zeros(CACHES // 4)
+    for index, (*_, action) in enumerate(cases):
+        times = best.setdefault(index, [float("inf")] * 2)
+        other.add_(1)
+        for warm in (0, 1):
+            began = time.perf_counter()
             action()
-            for _ in range(3):
-                began = time.perf_counter()
-                action()
-                best[index] = min(best[index], time.perf_counter() - began)
-    return best
+            times[warm] = min(times[warm], time.perf_counter() - began)
+
+
+_SMALL = 2 * 64 * 256 * 64  # FLOPs of a product that takes a call and little more
 
 
 def products() -> Iterator[Case]:
+    """x: the smallest dimension."""
     for d in WIDTHS:
-        x, out, weight = torch.randn(ROWS, d), torch.empty(ROWS, d), torch.randn(d, d)
+        rows, out, weight = torch.randn(ROWS, d), torch.empty(ROWS, d), torch.randn(d, d)
         stack = torch.randn(max(1, STACK // (4 * d * d)), d, d)
         flops = 2 * ROWS * d * d
-        yield "products", "tall", d, flops, partial(torch.mm, x, weight.mT, out=out)
-        yield "products", "inner", d, flops, partial(torch.mm, x.mT, x, out=weight.clone())
+        yield "products", "tall", d, flops, partial(torch.mm, rows, weight.mT, out=out)
+        yield "products", "inner", d, flops, partial(torch.mm, rows.mT, rows, out=weight.clone())
         flops = 2 * len(stack) * d**3
         yield "products", "stack", d, flops, partial(torch.bmm, stack, stack, out=stack.clone())
-
-
     a, b = torch.randn(64, 256), torch.randn(256, 64)
-    yield "products", "small", 64, SMALL_FLOPS, partial(torch.mm, a, b, out=torch.empty(64, 64))
+    yield "products", "small", 64, _SMALL, partial(torch.mm, a, b, out=torch.empty(64, 64))
 
 
 def passes() -> Iterator[Case]:
     """x: bytes read and written, as the ledger counts them."""
     most = SIZES[-1] // 4
-    x, y, z, m = (torch.rand(most) for _ in range(4))
-    counted, signs = torch.tensor(10.0), torch.ones(most, dtype=torch.int8)
+    tensors = [torch.rand(most) for _ in range(4)]
+    signs, counted = torch.ones(most, dtype=torch.int8), torch.tensor(10.0)
     adam = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+    adam |= {"amsgrad": False, "maximize": False}
     for size in SIZES:
-        n = size // 4
-        a, b, c = x[:n], y[:n], z[:n]
+        a, b, c, m = (tensor[: size // 4] for tensor in tensors)
+        side = min(256, int(len(a) ** 0.5))
+        square, tokens = a.view(-1, side, side), a.view(-1, 4, 4, min(256, len(a) // 16))
+        for name, moved, action in (
+            ("plain", 3, partial(torch.add, a, b, out=c)),
+            ("transposed", 3, partial(torch.sub, square, square.mT, out=c.view(square.shape))),
+            ("strided", 2, partial(torch.roll, _channels(tensors[0], size), 1, 1)),
+            ("reduction", 1, partial(torch.sum, a.view(-1, side), dim=0)),
+            ("pool", 1, partial(torch.linalg.vector_norm, tokens, dim=(1, 2))),
+            ("bytes", 2.25, partial(a.mul_, signs[: len(a)])),
+            ("norm", 1, partial(torch._foreach_norm, [a], 2, torch.float64)),
+            ("adam", 8, partial(torch._fused_adam_, [a], [b], [c], [m], [], [counted], **adam)),
+        ):
+            if name != "strided" or 16 * size <= SIZES[-1]:
+                yield "passes", name, moved * size, 0.0, action
 
-        def case(name: str, tensors: float, action: Any, *arguments: Any, **options: Any) -> Case:
-            moved = size * tensors  # noqa: B023
-            return "passes", name, moved, moved, partial(action, *arguments, **options)
 
-        yield case("plain", 3, torch.add, a, b, out=c)
-        side = min(256, int(n**0.5))
-        square = a.view(-1, side, side)
-        yield case("transposed", 3, torch.sub, square, square.mT, out=c.view(square.shape))
-        yield case("reduction", 1, torch.sum, a.view(-1, side), dim=0)
-        yield case("bytes", 2.25, a.mul_, signs[:n])
-        yield case("norm", 1, torch._foreach_norm, [a], 2, torch.float64)
-        fused = partial(torch._fused_adam_, [a], [b], [c], [m[:n]], [], [counted])
-        yield case("adam", 8, fused, amsgrad=False, maximize=False, **adam)
-        if size <= SIZES[-3]:
-            channels = x[: 16 * n].view(-1, 4, 4, 256)[..., :16]
-            yield case("strided", 2, torch.roll, channels, 1, 1)
+def _channels(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Some of 256 channels of tokens [n, 4, 4, 256], such as move in a shift."""
+    return tensor[: 4 * size].view(-1, 4, 4, 256)[..., :16]
+
+
+def loss() -> Case:
+    """Operators on few numbers, forward and backward: they take the host's time. x: how many."""
+    weight, logits = (torch.randn(10, 10, requires_grad=True) for _ in range(2))
+    labels = torch.arange(10)
+
+    def both_ways() -> None:
+        emma_loss(logits, labels, class_distances(weight), 0.5).backward()
+
+    with Ledger("cpu", 1) as ledger:
+        both_ways()
+    return "host", "loss", len(ledger.rows), 0.0, both_ways
 
 
 def collectives(ranks: int) -> Iterator[Case]:
@@ -125,4 +169,4 @@ def collectives(ranks: int) -> Iterator[Case]:
             ("reduce_scatter", 1, partial(dist.reduce_scatter_tensor, part, whole)),
             ("all_reduce", 2, partial(dist.all_reduce, whole)),
         ):
-            yield "collectives", name, factor * sent, factor * sent, action
+            yield "collectives", name, factor * sent, 0.0, action

@@ -1,7 +1,8 @@
 """Seconds of a step on a CPU: every row of its ledger, from curves that `bench cpu` has measured.
 
-    product      a call, plus FLOPs at the rate of its shape and of its smallest dimension
-    kernel       the time of its class of passes for so many bytes: caches, threads, calls are in it
+    product      a call, and FLOPs at the rate of its shape and of its smallest dimension
+    kernel       the time of its class of passes for so many bytes, with caches and threads
+    both         the host's own time: Python, autograd, dispatch
     collective   the time of its kind for so many bytes, nothing beside it
 
 A CPU does one after the other, so a step is their sum.
@@ -21,7 +22,7 @@ Rates = dict[str, Any]
 
 SHAPES = ("tall", "inner", "stack")  # of products: (smallest dimension, FLOP/s)
 # Of passes and collectives: (bytes, seconds).
-PASSES = ("plain", "strided", "transposed", "reduction", "bytes", "adam", "norm")
+PASSES = ("plain", "strided", "transposed", "reduction", "pool", "bytes", "norm", "adam")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 # Operators that are slower than adding two tensors; places where copy_ and sub are.
 CLASSES = {
@@ -41,7 +42,8 @@ def read_rates(path: str) -> Rates:
         curves += [found["passes"][name] for name in PASSES]
         curves += list(found["collectives"].values())
         points = [point for curve in curves for point in curve]
-        if all(curves) and all(x > 0 and y > 0 for x, y in points) and found["call"] > 0:
+        points += [[1, found["host"]]]
+        if all(curves) and all(x > 0 and y > 0 for x, y in points) and found["call"] >= 0:
             return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
@@ -53,7 +55,7 @@ def seconds_of(row: Row, rates: Rates) -> float:
     if row.kind == "product":
         return _product(row, rates)
     if row.kind == "kernel":
-        return along(rates["passes"][class_of(row)], row.bytes)
+        return float(rates["host"] + _pass(rates["passes"][class_of(row)], row.bytes))
     if row.kind == "collective" and rates["collectives"]:
         kinds = rates["collectives"]
         return along(kinds.get(row.name, kinds["all_gather"]), row.bytes)
@@ -63,6 +65,8 @@ def seconds_of(row: Row, rates: Rates) -> float:
 def class_of(row: Row) -> str:
     if row.name in ("copy_", "sub") and row.place.startswith("manifold/"):
         return "transposed"
+    if row.name == "linalg_vector_norm" and row.place.startswith("models/blocks.py"):
+        return "pool"
     if row.in_block and row.name == "copy_":
         return "strided"  # after a roll, back into its channels
     if row.in_block and row.name in ("_to_copy", "mul_"):
@@ -76,8 +80,13 @@ def _product(row: Row, rates: Rates) -> float:
     rate = along(rates["products"][shape], min(rows, inner, columns), proportional=False)
     added = row.read - 4 * matrices * inner * (rows + columns)
     # What the product is added to is copied to the result first.
-    copied = along(rates["passes"]["plain"], added + row.written) if added > 0 else 0.0
-    return float(rates["call"] + row.flops / rate + copied)
+    copied = _pass(rates["passes"]["plain"], added + row.written) if added > 0 else 0.0
+    return float(rates["host"] + rates["call"] + row.flops / rate + copied)
+
+
+def _pass(curve: Curve, moved: float) -> float:
+    """Beside the call of the operator, which is all that few bytes take."""
+    return along(curve, moved) - curve[0][1]
 
 
 def along(curve: Curve, x: float, proportional: bool = True) -> float:
