@@ -1,11 +1,11 @@
 """The time of a training step, predicted from `bench cpu` and a walk, beside the measured one.
 
-    python -m benchmarks.predicted_step [--seconds 600]
+    python -m benchmarks.predicted_step [--seconds 600] [--clock wall]
 
 One process. The measurements of `bench cpu` and steps of all configurations take turns, so that all
-see the same machine. Steps are the trainer's own, on images of noise; times are wall clock, and of
-those turns the median in which all other processes took less than a tenth of the machine.
-Exponentials have the sizes of the middle of a training, which the walk takes too: Adam's first
+see the same machine. Steps are the trainer's own, on images of noise. Times are medians: of the wall
+clock in those turns in which all other processes took less than a tenth of the machine; with
+`--clock cpu`, where it is never quiet, of the CPU time of all threads, in both. Exponentials have the sizes of the middle of a training, which the walk takes too: Adam's first
 steps are larger.
 """
 
@@ -61,6 +61,7 @@ CONFIGURATIONS = {
 }
 TURN = 0.25  # seconds of steps at least: the kernel counts others' time in hundredths
 WANTED = 7  # turns
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def settings_of(name: str) -> list[str]:
@@ -80,6 +81,7 @@ class NoiseTrainer(DatalessTrainer):
 @dataclass
 class Run:
     name: str
+    clock: rates_of.Clock
     trainer: NoiseTrainer = field(init=False)
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"step": [], "lookahead": []})
     steps: int = 0
@@ -107,15 +109,15 @@ class Run:
         with mock.patch.object(
             manifold_adam, "_plans", lambda moves, sizes: plans(moves, [size] * len(sizes))
         ):
-            began = time.perf_counter()
+            began = self.clock()
             self.trainer.train_step(batch)
-            return kind, time.perf_counter() - began
+            return kind, self.clock() - began
 
     def turn(self) -> None:
         before, began, taken = usage(), time.perf_counter(), []
         while not taken or time.perf_counter() - began < TURN:
             taken.append(self.take())
-        if others_share(before) < 0.1:
+        if self.clock is CLOCKS["cpu"] or others_share(before) < 0.1:
             for kind in {kind for kind, _ in taken}:
                 self.seconds[kind].append(median(s for k, s in taken if k == kind))
 
@@ -148,25 +150,28 @@ def predicted(walked: Walked, rates: Rates) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.predicted_step")
     parser.add_argument("--seconds", type=float, default=600.0, help="at most (600)")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     arguments = parser.parse_args()
+    clock = CLOCKS[arguments.clock]
     keep_freed_memory()
     torch.manual_seed(0)
     walks = walk_all(
         Walk(CONFIG, settings_of(name), per_node=1, device="cpu", what=("step", "lookahead"))
         for name in CONFIGURATIONS
     )
-    runs, cases = [Run(name) for name in CONFIGURATIONS], rates_of.all_cases()
+    runs, cases = [Run(name, clock) for name in CONFIGURATIONS], rates_of.all_cases()
     best: rates_of.Best = {}
     began, before = time.perf_counter(), usage()
-    rates_of.time_once(cases, best)
+    rates_of.time_once(cases, best, clock)
     while time.perf_counter() - began < arguments.seconds and not all(run.done for run in runs):
         for run in runs:
             if not run.done:
                 run.turn()
-        rates_of.time_once(cases, best)
+        rates_of.time_once(cases, best, clock)
     for _ in range(10):
-        rates_of.time_once(cases, best)
-    print(f"{machine()}; others took {others_share(before):.0%} of it")
+        rates_of.time_once(cases, best, clock)
+    busy = f"others took {others_share(before):.0%} of the machine"
+    print(f"{machine()}; {arguments.clock} time; {busy}")
     print("\n| | turns | measured ms | predicted ms | ratio |\n|---|---|---|---|---|")
     rates = rates_of.figures(cases, best)
     for run, walked in zip(runs, walks, strict=True):
