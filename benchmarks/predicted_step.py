@@ -3,10 +3,11 @@
     python -m benchmarks.predicted_step [--seconds 600] [--clock wall]
 
 One process. The measurements of `bench cpu` and steps of all configurations take turns, so that all
-see the same machine. Steps are the trainer's own, on images of noise. Times are medians: of the wall
-clock in those turns in which all other processes took less than a tenth of the machine; with
-`--clock cpu`, where it is never quiet, of the CPU time of all threads, in both. Exponentials have the sizes of the middle of a training, which the walk takes too: Adam's first
-steps are larger.
+see the same machine. Steps are the trainer's own, on images of noise. Their times are medians over
+turns: by the wall clock, over those in which other processes took less than a tenth of the machine;
+with `--clock cpu`, for a machine that is never quiet, of the CPU time of all threads, as
+`bench cpu`'s then are too. Exponentials have the sizes of the middle of a training, which the walk
+takes too: Adam's first steps are larger.
 """
 
 import argparse
