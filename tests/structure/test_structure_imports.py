@@ -21,6 +21,7 @@ LAYERS = [
     "attacks",
     "observe",
     "training",
+    "planning",
     "checks",
 ]
 COMMANDS = ["train", "certify", "attack", "predict", "compare", "export"]
