@@ -10,12 +10,14 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lipnext_scale.distributed import replicas
 from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.losses import class_distances, emma_loss
 from lipnext_scale.planning.ledger import Ledger
@@ -54,11 +56,12 @@ def figures(cases: list[Case], best: Best) -> Figures:
     found |= {"threads": torch.get_num_threads()}
     found |= {"products": {}, "passes": {}, "collectives": {}, "host": {}}
     for index, (group, name, x, flops, _) in enumerate(cases):
-        seconds, curve = sum(best[index]) / 2, found[group].setdefault(name, [])
-        if group == "products":
-            curve.append([x, float(f"{flops / seconds:.4g}")])
-        else:  # more bytes take no less
-            curve.append([x, max([float(f"{seconds:.4g}"), *(y for _, y in curve)])])
+        seconds = sum(best[index]) / 2
+        y = flops / seconds if group == "products" else seconds
+        found[group].setdefault(name, []).append([x, float(f"{y:.4g}")])
+    for curve in (*found["passes"].values(), *found["collectives"].values()):
+        for (_, most), point in pairwise(reversed(curve)):
+            point[1] = min(point[1], most)  # fewer bytes take no more
     ((count, seconds),) = found["host"]["loss"]
     found["host"] = seconds / count
     ((d, rate),) = found["products"].pop("small")
@@ -166,8 +169,8 @@ def collectives(ranks: int) -> Iterator[Case]:
         whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // ranks)
         sent = size * (ranks - 1) / ranks
         for name, factor, action in (
-            ("all_gather", 1, partial(dist.all_gather_into_tensor, whole, part)),
-            ("reduce_scatter", 1, partial(dist.reduce_scatter_tensor, part, whole)),
+            ("all_gather", 1, partial(replicas._all_gather, whole, part)),
+            ("reduce_scatter", 1, partial(replicas._reduce_scatter, part, whole)),
             ("all_reduce", 2, partial(dist.all_reduce, whole)),
         ):
             yield "collectives", name, factor * sent, 0.0, action
