@@ -79,7 +79,7 @@ def measure_gpu(
 def measure_cpu(out: Path) -> None:
     rates, processes = cpu.measure()
     if processes.rank == 0:
-        print_table(cpu.table(rates))
+        print_table({k: v for k, v in rates.items() if not isinstance(v, dict)} | {"rates": out})
         out.write_text(json.dumps(rates, indent=1) + "\n", encoding="utf-8")
     processes.close()
 

@@ -7,6 +7,7 @@ has written a part. Under torchrun all ranks measure at the same time, as they w
 """
 
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -39,12 +40,12 @@ def measure() -> tuple[Figures, Processes]:
     """What `planning.cpu.read_rates` reads."""
     keep_freed_memory()
     processes = Processes("cpu", alone=True)
-    cases = all_cases(processes.world_size)
+    cases, end = all_cases(processes.world_size), time.perf_counter() + SECONDS
     best: Best = {}
-    end = time.perf_counter() + SECONDS
     while not best or processes.sum(torch.tensor(time.perf_counter() < end)) > 0:
         time_once(cases, best)
-    return figures(cases, best) | {"ranks": processes.world_size}, processes
+    found = {"device": cpu_name(), "torch": torch.__version__, "ranks": processes.world_size}
+    return found | {"threads": torch.get_num_threads()} | figures(cases, best), processes
 
 
 def all_cases(ranks: int = 1) -> list[Case]:
@@ -52,9 +53,7 @@ def all_cases(ranks: int = 1) -> list[Case]:
 
 
 def figures(cases: list[Case], best: Best) -> Figures:
-    found: Figures = {"device": cpu_name(), "torch": torch.__version__}
-    found |= {"threads": torch.get_num_threads()}
-    found |= {"products": {}, "passes": {}, "collectives": {}, "host": {}}
+    found: Figures = {"products": {}, "passes": {}, "collectives": {}, "host": {}}
     for index, (group, name, x, flops, _) in enumerate(cases):
         seconds = sum(best[index]) / 2
         y = flops / seconds if group == "products" else seconds
@@ -62,33 +61,15 @@ def figures(cases: list[Case], best: Best) -> Figures:
     for curve in (*found["passes"].values(), *found["collectives"].values()):
         for (_, most), point in pairwise(reversed(curve)):
             point[1] = min(point[1], most)  # fewer bytes take no more
-    ((count, seconds),) = found["host"]["loss"]
-    found["host"] = seconds / count
-    ((d, rate),) = found["products"].pop("small")
-    bare = next(rate for width, rate in found["products"]["tall"] if width == d)
-    found["call"] = max(0.0, _SMALL * (1 / rate - 1 / bare))
-    return found
-
-
-def table(found: Figures) -> Figures:
-    """To be shown: GFLOP/s by the smallest dimension, GB/s by the kB that are moved."""
-    rows = {key: found[key] for key in ("device", "torch", "threads", "ranks")}
-    rows |= {f"{key}, µs": f"{found[key] * 1e6:.1f}" for key in ("host", "call")}
-    for name, curve in found["products"].items():
-        rows[f"{name}, GFLOP/s"] = ", ".join(f"{x}: {y / 1e9:.0f}" for x, y in curve)
-    for name, curve in (found["passes"] | found["collectives"]).items():
-        points = (f"{x / 1e3:.0f}: {x / y / 1e9:.3g}" for x, y in curve)
-        rows[f"{name}, GB/s"] = ", ".join(points)
-    return rows
+    ((count, seconds),), ((_, call),) = found["host"]["loss"], found["host"]["call"]
+    return found | {"host": seconds / count, "call": call}
 
 
 def cpu_name() -> str:
     """As Linux shows it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration, IndexError):
-        return platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    found = re.search("model name.*: (.*)", info.read_text("utf-8")) if info.exists() else None
+    return found[1] if found else platform.machine()
 
 
 def time_once(cases: list[Case], best: Best, clock: Clock = time.perf_counter) -> None:
@@ -103,9 +84,6 @@ def time_once(cases: list[Case], best: Best, clock: Clock = time.perf_counter) -
             times[warm] = min(times[warm], clock() - began)
 
 
-_SMALL = 2 * 64 * 256 * 64  # FLOPs of a product that takes a call and little more
-
-
 def products() -> Iterator[Case]:
     """x: the smallest dimension."""
     for d in WIDTHS:
@@ -116,38 +94,29 @@ def products() -> Iterator[Case]:
         yield "products", "inner", d, flops, partial(torch.mm, rows.mT, rows, out=weight.clone())
         flops = 2 * len(stack) * d**3
         yield "products", "stack", d, flops, partial(torch.bmm, stack, stack, out=stack.clone())
-    a, b = torch.randn(64, 256), torch.randn(256, 64)
-    yield "products", "small", 64, _SMALL, partial(torch.mm, a, b, out=torch.empty(64, 64))
+    small = torch.randn(64, 64)  # little more than a call, with the threads' start
+    yield "host", "call", 1, 0.0, partial(torch.mm, small, small, out=small.clone())
 
 
 def passes() -> Iterator[Case]:
     """x: bytes read and written, as the ledger counts them."""
     most = SIZES[-1] // 4
-    tensors = [torch.rand(most) for _ in range(4)]
-    signs, counted = torch.ones(most, dtype=torch.int8), torch.tensor(10.0)
-    adam = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
-    adam |= {"amsgrad": False, "maximize": False}
+    x, y, z, signs = (*(torch.rand(most) for _ in range(3)), torch.ones(most, dtype=torch.int8))
     for size in SIZES:
-        a, b, c, m = (tensor[: size // 4] for tensor in tensors)
+        a, b, c = x[: size // 4], y[: size // 4], z[: size // 4]
         side = min(256, int(len(a) ** 0.5))
         square, tokens = a.view(-1, side, side), a.view(-1, 8, 8, min(256, len(a) // 64))
+        shifted = x[: 4 * size].view(-1, 4, 4, 256)[..., :16]  # some of the channels
         for name, moved, action in (
             ("plain", 3, partial(torch.add, a, b, out=c)),
             ("transposed", 3, partial(torch.sub, square, square.mT, out=c.view(square.shape))),
-            ("strided", 2, partial(torch.roll, _channels(tensors[0], size), 1, 1)),
+            ("strided", 2, partial(torch.roll, shifted, 1, 1)),
             ("reduction", 1, partial(torch.sum, a.view(-1, side), dim=0)),
             ("pool", 1, partial(torch.linalg.vector_norm, tokens, dim=(1, 2))),
             ("bytes", 2.25, partial(a.mul_, signs[: len(a)])),
-            ("norm", 1, partial(torch._foreach_norm, [a], 2, torch.float64)),
-            ("adam", 8, partial(torch._fused_adam_, [a], [b], [c], [m], [], [counted], **adam)),
         ):
             if name != "strided" or 16 * size <= SIZES[-1]:
                 yield "passes", name, moved * size, 0.0, action
-
-
-def _channels(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Some of 256 channels of tokens [n, 4, 4, 256], such as move in a shift."""
-    return tensor[: 4 * size].view(-1, 4, 4, 256)[..., :16]
 
 
 def loss() -> Case:

@@ -22,15 +22,13 @@ Rates = dict[str, Any]
 
 SHAPES = ("tall", "inner", "stack")  # of products: (smallest dimension, FLOP/s)
 # Of passes and collectives: (bytes, seconds).
-PASSES = ("plain", "strided", "transposed", "reduction", "pool", "bytes", "norm", "adam")
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+PASSES = ("plain", "strided", "transposed", "reduction", "pool", "bytes")
 # Operators that are slower than adding two tensors; places where copy_ and sub are.
 CLASSES = {
     "roll": "strided",
     "sum": "reduction",
     "linalg_vector_norm": "reduction",
-    "_fused_adam_": "adam",
-    "_foreach_norm": "norm",
+    "_foreach_norm": "reduction",
 }
 
 
@@ -41,8 +39,7 @@ def read_rates(path: str) -> Rates:
         curves = [found["products"][name] for name in SHAPES]
         curves += [found["passes"][name] for name in PASSES]
         curves += list(found["collectives"].values())
-        points = [point for curve in curves for point in curve]
-        points += [[1, found["host"]]]
+        points = [[1, found["host"]], *(point for curve in curves for point in curve)]
         if all(curves) and all(x > 0 and y > 0 for x, y in points) and found["call"] >= 0:
             return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
