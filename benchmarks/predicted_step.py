@@ -1,13 +1,13 @@
 """The time of a training step, predicted from `bench cpu` and a walk, beside the measured one.
 
-    python -m benchmarks.predicted_step [--seconds 600] [--clock wall]
+    python -m benchmarks.predicted_step [--seconds 600]
 
 One process. The measurements of `bench cpu` and steps of all configurations take turns, so that all
-see the same machine. Steps are the trainer's own, on images of noise. Their times are medians over
-turns: by the wall clock, over those in which other processes took less than a tenth of the machine;
-with `--clock cpu`, for a machine that is never quiet, of the CPU time of all threads, as
-`bench cpu`'s then are too. Exponentials have the sizes of the middle of a training, which the walk
-takes too: Adam's first steps are larger.
+see the same machine. Steps are the trainer's own, on images of noise; of their times the medians.
+Both by two clocks, for a machine that others use too: the wall clock in those turns in which other
+processes took less than a tenth of the machine, and the CPU time of all threads in every turn.
+Exponentials have the sizes of the middle of a training, which the walk takes too: Adam's first
+steps are larger.
 """
 
 import argparse
@@ -15,9 +15,11 @@ import math
 import os
 import resource
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import torch
@@ -60,9 +62,10 @@ CONFIGURATIONS = {
         "optim.parametrisation=product parallel.accumulation=2",
     ),
 }
+LEAST = 40.0  # seconds, as `bench cpu` takes
 TURN = 0.25  # seconds of steps at least: the kernel counts others' time in hundredths
-WANTED = 7  # turns
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+WANTED = {"step": 7, "lookahead": 2}  # turns
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
 def settings_of(name: str) -> list[str]:
@@ -82,10 +85,10 @@ class NoiseTrainer(DatalessTrainer):
 @dataclass
 class Run:
     name: str
-    clock: rates_of.Clock
     trainer: NoiseTrainer = field(init=False)
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {"step": [], "lookahead": []})
     steps: int = 0
+    # Of each turn, by clock and by kind of step.
+    seconds: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         recipe = load_recipe(CONFIG, settings_of(self.name))
@@ -93,40 +96,46 @@ class Run:
         self.take()  # makes state and buffers
 
     @property
-    def period(self) -> int:
-        return self.trainer.recipe.optim.lookahead or 10**9
+    def kinds(self) -> tuple[str, ...]:
+        return ("step", "lookahead") if self.trainer.recipe.optim.lookahead else ("step",)
 
-    @property
-    def done(self) -> bool:
-        most = [kind for kind in self.seconds if kind == "step" or self.period < 10**9]
-        return all(len(self.seconds[kind]) >= (WANTED if kind == "step" else 2) for kind in most)
+    def done(self, clock: str) -> bool:
+        return all(len(self.seconds[clock, kind]) >= WANTED[kind] for kind in self.kinds)
 
-    def take(self) -> tuple[str, float]:
+    def take(self) -> tuple[str, dict[str, float]]:
         batch = self.trainer.batch()
         self.steps += 1
-        kind = "step" if self.steps % self.period else "lookahead"
+        every = self.trainer.recipe.optim.lookahead
+        kind = "lookahead" if every and self.steps % every == 0 else "step"
         size = usual_exponent(self.trainer, kind == "lookahead")
         plans = manifold_adam._plans
         with mock.patch.object(
             manifold_adam, "_plans", lambda moves, sizes: plans(moves, [size] * len(sizes))
         ):
-            began = self.clock()
+            began = {name: clock() for name, clock in CLOCKS.items()}
             self.trainer.train_step(batch)
-            return kind, self.clock() - began
+            return kind, {name: clock() - began[name] for name, clock in CLOCKS.items()}
 
     def turn(self) -> None:
         before, began, taken = usage(), time.perf_counter(), []
         while not taken or time.perf_counter() - began < TURN:
             taken.append(self.take())
-        if self.clock is CLOCKS["cpu"] or others_share(before) < 0.1:
+        clocks = ("cpu", "wall") if others_share(before) < 0.1 else ("cpu",)
+        for clock in clocks:
             for kind in {kind for kind, _ in taken}:
-                self.seconds[kind].append(median(s for k, s in taken if k == kind))
+                of_kind = median(seconds[clock] for k, seconds in taken if k == kind)
+                self.seconds[clock, kind].append(of_kind)
+
+    def measured(self, clock: str) -> float:
+        if not all(self.seconds[clock, kind] for kind in self.kinds):
+            return math.nan  # never quiet
+        return self.mean({kind: median(self.seconds[clock, kind]) for kind in self.kinds})
 
     def mean(self, of_kind: dict[str, float]) -> float:
-        """Of all steps, every so many of which is a Lookahead step. NaN: it was never quiet."""
-        step = of_kind.get("step", math.nan)
-        more = of_kind.get("lookahead", math.nan) - step if self.period < 10**9 else 0.0
-        return step + more / self.period
+        """Of all steps, every so many of which is a Lookahead step."""
+        every = self.trainer.recipe.optim.lookahead
+        more = (of_kind["lookahead"] - of_kind["step"]) / every if every else 0.0
+        return of_kind["step"] + more
 
 
 def usage() -> tuple[float, float]:
@@ -151,36 +160,35 @@ def predicted(walked: Walked, rates: Rates) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.predicted_step")
     parser.add_argument("--seconds", type=float, default=600.0, help="at most (600)")
-    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     arguments = parser.parse_args()
-    clock = CLOCKS[arguments.clock]
     keep_freed_memory()
     torch.manual_seed(0)
     walks = walk_all(
         Walk(CONFIG, settings_of(name), per_node=1, device="cpu", what=("step", "lookahead"))
         for name in CONFIGURATIONS
     )
-    runs, cases = [Run(name, clock) for name in CONFIGURATIONS], rates_of.all_cases()
-    best: rates_of.Best = {}
+    runs, cases = [Run(name) for name in CONFIGURATIONS], rates_of.all_cases()
+    best: dict[str, rates_of.Best] = {name: {} for name in CLOCKS}
     began, before = time.perf_counter(), usage()
-    rates_of.time_once(cases, best, clock)
-    while time.perf_counter() - began < arguments.seconds and not all(run.done for run in runs):
+    while time.perf_counter() - began < arguments.seconds:
+        for name, clock in CLOCKS.items():
+            rates_of.time_once(cases, best[name], clock)
         for run in runs:
-            if not run.done:
+            if not run.done("wall"):
                 run.turn()
-        rates_of.time_once(cases, best, clock)
-    for _ in range(10):
-        rates_of.time_once(cases, best, clock)
-    busy = f"others took {others_share(before):.0%} of the machine"
-    print(f"{machine()}; {arguments.clock} time; {busy}")
-    print("\n| | turns | measured ms | predicted ms | ratio |\n|---|---|---|---|---|")
-    rates = rates_of.figures(cases, best)
+        if all(run.done("wall") for run in runs) and time.perf_counter() - began > LEAST:
+            break
+    print(f"{machine()}; others took {others_share(before):.0%} of the machine\n")
+    for name in CLOCKS:
+        print_table(name, runs, walks, rates_of.figures(cases, best[name]))
+
+
+def print_table(clock: str, runs: list[Run], walks: list[Any], rates: Rates) -> None:
+    print(f"| {clock} time | turns | measured ms | predicted ms | ratio |\n|---|---|---|---|---|")
     for run, walked in zip(runs, walks, strict=True):
-        assert isinstance(walked, Walked)
-        found = run.mean({kind: median(values) for kind, values in run.seconds.items() if values})
-        wanted = run.mean(predicted(walked, rates))
-        turns, times = len(run.seconds["step"]), f"{found * 1e3:.1f} | {wanted * 1e3:.1f}"
-        print(f"| {run.name} | {turns} | {times} | {wanted / found:.2f} |")
+        found, wanted = run.measured(clock) * 1e3, run.mean(predicted(walked, rates)) * 1e3
+        turns, ratio = len(run.seconds[clock, "step"]), wanted / found
+        print(f"| {run.name} | {turns} | {found:.1f} | {wanted:.1f} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":
