@@ -1,11 +1,12 @@
-"""Measure how fast this machine feeds a run, and how fast its GPU takes a step.
+"""Measure how fast this machine feeds a run, and how fast its GPU or CPU takes a step.
 
     python -m lipnext_scale.bench data --config configs/imagenet_1b.yaml [section.key=value ...]
     python -m lipnext_scale.bench gpu --config configs/imagenet_1b.yaml --ranks 8 --out gpu.json
+    python -m lipnext_scale.bench cpu --out cpu.json
 
 data: opens the run's data and hands out batches of one rank without training on them: images/s in
 all and of every stage, against decoding alone with as many processes.
-gpu: see checks/gpu.py; also under torchrun.
+gpu, cpu: see checks/gpu.py and checks/cpu.py; also under torchrun.
 """
 
 import lipnext_scale.utils.passive  # noqa: F401
@@ -22,7 +23,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from lipnext_scale.checks import gpu
+from lipnext_scale.checks import cpu, gpu
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import DataSets, StreamLoader
 from lipnext_scale.data.augment import augment, draw_params
@@ -38,16 +39,19 @@ _HELD = 512  # encoded images that bare decoding goes through again and again
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="lipnext_scale.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", choices=["data", "gpu"], help="what is measured")
+    parser.add_argument("what", nargs="?", choices=["data", "gpu", "cpu"], help="what is measured")
     parser.add_configuration()
     parser.add_argument("--seconds", type=float, default=10.0, help="data: each measurement (10)")
     parser.add_argument("--ranks", type=positive, default=1, help="measure one rank of so many")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="gpu (cuda)")
-    parser.add_argument("--out", default="gpu.json", help="gpu: the file of rates (gpu.json)")
+    parser.add_argument("--out", help="the file of rates (gpu.json, cpu.json)")
     parser.add_argument("--predicted", help="gpu: times to compare with, of `plan --json`")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.what is None or arguments.config is None:
-        parser.error("give `data` or `gpu`, and --config")
+    if arguments.what is None or arguments.what != "cpu" and arguments.config is None:
+        parser.error("give `cpu`, or `data` or `gpu` and --config")
+    out = Path(arguments.out or f"{arguments.what}.json")
+    if arguments.what == "cpu":
+        return measure_cpu(out)
     if arguments.seconds <= 0:
         parser.error(f"argument --seconds: {arguments.seconds:g} must be above 0")
     recipe = load_recipe(arguments.config, arguments.overrides)
@@ -56,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
         measure_data(recipe, arguments.ranks, arguments.seconds)
     else:
         expected = gpu.predicted(arguments.predicted) if arguments.predicted else {}
-        measure_gpu(recipe, arguments.ranks, arguments.device, Path(arguments.out), expected)
+        measure_gpu(recipe, arguments.ranks, arguments.device, out, expected)
 
 
 def measure_gpu(
@@ -70,6 +74,14 @@ def measure_gpu(
     wrong = [name for name, value in figures.items() if value is False]
     if wrong:
         raise RunFailed(f"{', '.join(wrong)}: no, these kernels differ from their references")
+
+
+def measure_cpu(out: Path) -> None:
+    rates, processes = cpu.measure()
+    if processes.rank == 0:
+        print_table({k: v for k, v in rates.items() if not isinstance(v, dict)} | {"rates": out})
+        out.write_text(json.dumps(rates, indent=1) + "\n", encoding="utf-8")
+    processes.close()
 
 
 def measure_data(recipe: Recipe, ranks: int, seconds: float) -> None:
