@@ -7,11 +7,9 @@ import torch
 from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.distributed import ParallelConfig
 from lipnext_scale.distributed.processes import choose_device
+from lipnext_scale.planning.times import read_device
 from lipnext_scale.planning.walk import walk_recipe
 from lipnext_scale.utils.cpu import memory_limit
-
-# Beside tensors: the interpreter and its libraries; the CUDA context and NCCL's buffers.
-BESIDE = {"cpu": 5e8, "cuda": 2e9}
 
 
 def memory_needed(recipe: Recipe, ranks: int, per_node: int) -> tuple[float, float, str]:
@@ -23,7 +21,8 @@ def memory_needed(recipe: Recipe, ranks: int, per_node: int) -> tuple[float, flo
         there = torch.cuda.get_device_properties(0).total_memory
     else:
         there = memory_limit()[0] // per_node
-    return walked.peak + BESIDE[device], there, f"{phase}, {place}"
+    beside = read_device("h100" if device == "cuda" else "cpu").overhead
+    return walked.peak + beside, there, f"{phase}, {place}"
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:

@@ -199,7 +199,7 @@ def install(ledger: Ledger, gpu: str) -> None:
     """Let this process's torch tell the ledger of waits, and take fake tensors for real ones."""
     if ledger.device == "cuda":
         absent_cuda.install(ledger, read_device(gpu))
-        block_kernels._has_triton = lambda: True  # as where the GPUs are
+        vars(block_kernels)["_has_triton"] = lambda: True  # as where the GPUs are
 
     def tolist(tensor: Tensor) -> Any:
         """One transfer; torch's own for fake tensors reads each number by itself."""
