@@ -45,11 +45,15 @@ def main(argv: list[str] | None = None) -> None:
     if rates and recipe.optim.products == "fp32":
         right = "is not timed: its products depend on the gradients; --rates times 'auto'"
         raise ConfigError("optim.products", "fp32", right)
+    if rates and recipe.model.layer != "manifold":
+        raise ConfigError("model.layer", recipe.model.layer, "is not timed: --rates has 'manifold'")
     ranks = arguments.ranks
     recipe.require_batch_for(ranks)
     engine, estimates, stepped = plan(recipe, ranks, min(ranks, arguments.ranks_per_node))
     model, batch, parts = recipe.model, recipe.data.batch_size, recipe.parallel.accumulation
-    print(f"LipNeXt L{model.depth}W{model.width}: {model.bank_parameters:,} orthogonal parameters")
+    numbers = f"{model.bank_parameters:,} orthogonal parameters"
+    what = numbers if model.layer == "manifold" else model.layer
+    print(f"LipNeXt L{model.depth}W{model.width}: {what}")
     print(f"{ranks} process(es): {engine}")
     print(f"batch of {batch}: {batch // ranks} image(s) a process, in {parts} part(s)\n")
     note = "kept: parameters, gradients and optimizer; activations come on top"

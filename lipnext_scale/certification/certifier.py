@@ -34,6 +34,7 @@ PROOF = "2"
 
 UNIT_ROUNDOFF = 2.0**-53
 MAX_ITERATIONS = 7
+ANY_ITERATIONS = 24  # for a whole norm, not a deviation
 # Tightening a factor of K by half of this would not show in a radius.
 GOOD_ENOUGH = 1e-6
 
@@ -52,7 +53,15 @@ def spectral_norm_bound(matrix: Tensor) -> float:
     return above(math.sqrt(above(1 + gram_bound(deviation) + slack)))
 
 
-def gram_bound(matrix: Tensor) -> float:
+def norm_bound(matrix: Tensor) -> float:
+    """The same for any matrix [m, n] with m ≤ n, such as a contraction's."""
+    bound = spectral_norm_bound(matrix.mT)
+    if bound > 1 + GOOD_ENOUGH:
+        bound = min(bound, gram_bound(matrix.detach().double(), ANY_ITERATIONS))
+    return bound
+
+
+def gram_bound(matrix: Tensor, iterations: int = MAX_ITERATIONS) -> float:
     """An upper bound of ‖E‖₂ by Gram iteration: ‖E‖₂² = ‖EᵀE‖₂, repeated, ending in ‖·‖₂ ≤ ‖·‖_F.
 
     Each iteration halves the logarithm of what the Frobenius norm overestimates. With M_{t+1} the
@@ -61,7 +70,7 @@ def gram_bound(matrix: Tensor) -> float:
     """
     current = matrix
     scales: list[float] = []
-    for iteration in range(MAX_ITERATIONS):
+    for iteration in range(iterations):
         norm = torch.linalg.matrix_norm(current).item()
         # ‖·‖_F ≤ √d·‖·‖₂, and each iteration has taken a root of that factor.
         least = matrix.shape[-1] ** (-(0.5 ** (iteration + 1)))
@@ -131,15 +140,15 @@ def measure_blocks(model: LipNeXt, part: int = 0, parts: int = 1) -> list[BlockF
         if not parameter.isfinite().all():
             raise UserError(f"{name}: holds values that are not finite; nothing can be certified")
     found = []
+    bound = spectral_norm_bound if model.config.layer == "manifold" else norm_bound
     for group in model.block_groups():
-        matrices = matrix_list(group.orthogonal_weights())
         for index in range(group.count):
             if (group.first + index) % parts != part:
                 continue
-            rotation, weight = matrices[2 * index], matrices[2 * index + 1]
+            rotation, weight = matrix_list(group.orthogonal_weights())[2 * index : 2 * index + 2]
             facts = BlockFacts(
-                rotation=spectral_norm_bound(rotation),
-                weight=spectral_norm_bound(weight),
+                rotation=bound(rotation),
+                weight=bound(weight),
                 rotation_frobenius=frobenius_above(rotation),
                 weight_frobenius=frobenius_above(weight),
                 bias=frobenius_above(group.bias[index]),
@@ -467,6 +476,9 @@ def require_certifiable(model: LipNeXt) -> None:
         raise ValueError(
             f"a certificate needs weights and a forward pass in float32 or in float64, not {names}"
         )
+    if any(group.family is not None and not group.frozen for group in model.block_groups()):
+        layer = model.config.layer
+        raise ValueError(f"layer {layer!r}: a certificate needs stored matrices: freeze(model)")
     for activation in {group.spec.activation for group in model.block_groups()} - PROVEN:
         raise ValueError(f"activation {activation!r} has no proven Lipschitz bound")
     hooks = [*_global_forward_hooks, *_global_forward_pre_hooks]
