@@ -23,7 +23,7 @@ from lipnext_scale.utils.config import ConfigError, changeable
 # A group of LipNeXt blocks: the unit of sharding, compiling and recomputing.
 
 WeightLayout = Literal["bank", "row"]
-Blocks = Tensor | tuple[Tensor, Tensor]  # Z, or (Z, an estimate of the Lipschitz constant)
+Blocks = Tensor | tuple[Tensor, Tensor]  # Z, or (Z, a bound of its Lipschitz constant)
 
 
 class BlockGroup(nn.Module):
@@ -323,7 +323,7 @@ class LipNeXt(nn.Module):
         return self._features(images)[0]
 
     def _features(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(features, an estimate of K where it is not 1 by construction)."""
+        """(features, a bound of K where it is not 1 by construction)."""
         self._check_images(images)
         x = blocks.space_to_depth(images - 0.5, self.config.patch_size, self.config.width)
         lipschitz: Tensor | None = None
@@ -337,7 +337,8 @@ class LipNeXt(nn.Module):
     def forward(self, images: Tensor, with_head: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The logits; with `with_head` (logits, the head's normalised rows).
 
-        Rows are K times as long where K is estimated: losses and radii then see K·‖w_i - w_j‖.
+        Rows are K times as long where K is not 1 by construction: losses and radii then see
+        K·‖w_i - w_j‖.
         """
         features, lipschitz = self._features(images)
         logits, weight = self.head(features)

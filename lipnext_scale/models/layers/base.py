@@ -33,7 +33,7 @@ class Family:
 class Linear(Family):
     """A product with `made`'s matrix [..., C, C].
 
-    norm: an estimate of its norm, with gradient, where that is not 1 by construction.
+    norm: a bound of its norm, with gradient, where that is not 1 by construction.
     """
 
     norm: Callable[[Tensor], Tensor] | None = None

@@ -28,7 +28,7 @@ def made(free: Parameters) -> dict[str, Tensor]:
 
 def initial(width: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Both mixers alike: a reflector is its own transpose."""
-    v = gaussian(generator, width, rank(width))
+    v = gaussian(generator, width, rank(width)) / width**0.5
     return {"V": torch.stack([v, v])}
 
 
