@@ -169,13 +169,13 @@ class LipNeXtConfig:
     patch_size: int = 2
     in_channels: int = 3
     num_classes: int = 10
-    # How the channel mixers are 1-Lipschitz: docs/layers.md.
-    layer: LayerName = "manifold"
     shift_ratio: float = 1 / 16
     padding: Literal["circular", "zero"] = "circular"
     positional_embedding: bool = True
     activation: Literal["beta_abs", "minmax"] = "beta_abs"
     beta: float = 0.75
+    # How the channel mixers are 1-Lipschitz: docs/layers.md.
+    layer: LayerName = "manifold"
     # Blocks in a group, the unit of sharding. 0: the engine chooses; without one, all in one.
     blocks_per_bank: int = changeable(0)
 
