@@ -93,31 +93,25 @@ class BlockGroup(nn.Module):
         return self._blocks(x)
 
     def _blocks(self, x: Tensor) -> Blocks:
+        x, bias, family = self._cast(x), self._cast(self.bias), self.family
         pos = None if self.pos is None else self._cast(self.pos)
-        bias, family = self._cast(self.bias), self.family
-        norm: Tensor | None = None
-        weights: Matrices
         if family is None:
-            whole = self.orthogonal_weights()
+            weights = self.orthogonal_weights()
             weights = (
-                self._cast(whole) if isinstance(whole, Tensor) else [self._cast(w) for w in whole]
+                self._cast(weights)
+                if isinstance(weights, Tensor)
+                else [self._cast(w) for w in weights]
             )
-        else:
-            made = self.made(torch.promote_types(bias.dtype, torch.float32))
-            if isinstance(family, Gated):
-                made = {name: tensor.to(bias.dtype) for name, tensor in made.items()}
-                mixers = [
-                    partial(family.mix, made={name: t[index] for name, t in made.items()})
-                    for index in product(range(self.count), (0, 1))
-                ]
-                return mixed_group(self._cast(x), mixers, bias, pos, self.spec)
-            assert isinstance(family, Linear)
-            weights = made["matrix"].to(bias.dtype)
-            norm = None if family.norm is None else family.norm(made["matrix"]).prod()
-        inputs = (self._cast(x), weights, bias, pos, self.spec)
-        # The compiler fuses the plain form itself.
-        z = group_reference(*inputs) if torch.compiler.is_compiling() else fused_group(*inputs)
-        return z if norm is None else (z, norm)
+            return _fast_group(x, weights, bias, pos, self.spec)
+        made = self.made(torch.promote_types(bias.dtype, torch.float32))
+        if isinstance(family, Gated):
+            parts = {n: t.to(bias.dtype).flatten(0, 1).unbind(0) for n, t in made.items()}
+            of_mixers = zip(*parts.values(), strict=True)
+            mixers = [partial(family.mix, dict(zip(parts, m, strict=True))) for m in of_mixers]
+            return mixed_group(x, mixers, bias, pos, self.spec)
+        z = _fast_group(x, made["matrix"].to(bias.dtype), bias, pos, self.spec)
+        norm = family.norm if isinstance(family, Linear) else None
+        return z if norm is None else (z, norm(made["matrix"]).prod())
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor if self.compute_dtype is None else tensor.to(self.compute_dtype)
@@ -156,6 +150,14 @@ class BlockGroup(nn.Module):
     def _generator(self, index: int, seed: int) -> torch.Generator:
         block = self.first + index
         return torch.Generator().manual_seed((seed * 1_000_003 + block) % 2**63)
+
+
+def _fast_group(
+    x: Tensor, matrices: Matrices, bias: Tensor, pos: Tensor | None, spec: BlockSpec
+) -> Tensor:
+    if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
+        return group_reference(x, matrices, bias, pos, spec)
+    return fused_group(x, matrices, bias, pos, spec)
 
 
 @dataclass(frozen=True)
@@ -378,10 +380,11 @@ def freeze(model: LipNeXt) -> LipNeXt:
         if still.pos is not None and group.pos is not None:
             still.pos.copy_(group.pos)
         made = group.made(torch.float64)
-        for name, parameter in (
-            {"matrix": still.bank}.items() if still.family is None else still.free.items()
-        ):
-            parameter.copy_(made[name])
+        if still.family is None:
+            still.bank.copy_(made["matrix"])
+        else:
+            for name, parameter in still.free.items():
+                parameter.copy_(made[name])
     return frozen
 
 

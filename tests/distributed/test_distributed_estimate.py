@@ -46,6 +46,7 @@ CASES: dict[int, list[list[str]]] = {
         [FSDP, "parallel.shard_size=1", BF16],
         [HSDP, *UNEVEN, ALONE, TWICE],
         [DDP, *UNEVEN, TWICE],
+        [HSDP, *UNEVEN, "model.layer=sandwich"],
     ],
 }
 

@@ -95,7 +95,7 @@ def test_a_gated_family_is_its_definition(layer: str) -> None:
             torch.testing.assert_close(a @ a.mT + b @ b.mT, torch.eye(WIDTH).double())
             psi, root = f["log_psi"].exp(), math.sqrt(2)
             expected = root * (psi * relu(root * x[index] @ b.mT / psi + f["b"])) @ a
-        mixed = family.mix(x[index], {n: t[index] for n, t in made.items()})
+        mixed = family.mix({n: t[index] for n, t in made.items()}, x[index])
         torch.testing.assert_close(mixed, expected, rtol=0, atol=1e-12)
 
 

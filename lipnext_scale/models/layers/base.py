@@ -52,8 +52,8 @@ class Gated(Family):
         matrices = ("Q",) if self.residual else ("A", "B")
         return {**{name: (width, width) for name in matrices}, "c": (width,)}
 
-    def mix(self, x: Tensor, made: Parameters) -> Tensor:
-        """On [..., C], with the made tensors of one mixer."""
+    def mix(self, made: Parameters, x: Tensor) -> Tensor:
+        """Of x [..., C], with the made tensors of one mixer."""
         if self.residual:
             return torch.add(x, F.relu(F.linear(x, made["Q"], made["c"])) @ made["Q"], alpha=-2)
         return 2 * (F.relu(F.linear(x, made["B"], made["c"])) @ made["A"])
