@@ -46,7 +46,8 @@ test check: export PYTHONDONTWRITEBYTECODE :=
 
 # What must not depend on how a CPU adds up: run again with other kernels.
 NUMERIC := tests/manifold tests/models tests/optim tests/distributed/test_distributed_parity.py \
-	$(addprefix tests/certification/test_certification_,fuzz.py lipschitz.py radius.py rounding.py)
+	$(addprefix tests/certification/test_certification_,fuzz.py lipschitz.py radius.py rounding.py) \
+	$(addprefix tests/layers/test_layers_,families.py certificate.py)
 
 # Everything: style, types, all tests.
 test: env lint

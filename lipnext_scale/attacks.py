@@ -305,9 +305,12 @@ class Attacker:
         self.device = certifier.model.head.weight.device
         memory = GPU_MEMORY if self.device.type == "cuda" else CPU_MEMORY
         config = certifier.model.config
-        # Activations of an image: nine bytes a value and block, and a few buffers.
+        # Activations of an image: nine bytes a value and block, more of mixers that are not fused,
+        # and a few buffers.
         values = (config.image_size // config.patch_size) ** 2 * config.width
-        self.batch = max(1, min(MAX_BATCH, memory // (values * (9 * config.depth + 32))))
+        fused = self.search.block_groups()[0].family is None
+        of_image = values * ((9 if fused else 64) * config.depth + 32)
+        self.batch = max(1, min(MAX_BATCH, memory // of_image))
 
     def targets(self, images: Tensor, ids: Tensor) -> Targets:
         """Of images in uint8 or in [0, 1]."""

@@ -8,7 +8,7 @@ From bottom to top: norms bounded from above, and K; the rounding of features; r
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from lipnext_scale.checkpoint.exports import is_export, load_export
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import to_unit_range
 from lipnext_scale.losses import class_distances
-from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
 from lipnext_scale.models.blocks import matrix_list
 from lipnext_scale.utils.errors import UserError
 
@@ -34,6 +34,7 @@ PROOF = "2"
 
 UNIT_ROUNDOFF = 2.0**-53
 MAX_ITERATIONS = 7
+ANY_ITERATIONS = 24  # for a whole norm, not a deviation
 # Tightening a factor of K by half of this would not show in a radius.
 GOOD_ENOUGH = 1e-6
 
@@ -52,7 +53,15 @@ def spectral_norm_bound(matrix: Tensor) -> float:
     return above(math.sqrt(above(1 + gram_bound(deviation) + slack)))
 
 
-def gram_bound(matrix: Tensor) -> float:
+def norm_bound(matrix: Tensor) -> float:
+    """The same for any matrix [m, n] with m ≤ n, such as a contraction's."""
+    bound = spectral_norm_bound(matrix.mT)
+    if bound > 1 + GOOD_ENOUGH:
+        bound = min(bound, gram_bound(matrix.detach().double(), ANY_ITERATIONS))
+    return bound
+
+
+def gram_bound(matrix: Tensor, iterations: int = MAX_ITERATIONS) -> float:
     """An upper bound of ‖E‖₂ by Gram iteration: ‖E‖₂² = ‖EᵀE‖₂, repeated, ending in ‖·‖₂ ≤ ‖·‖_F.
 
     Each iteration halves the logarithm of what the Frobenius norm overestimates. With M_{t+1} the
@@ -61,7 +70,7 @@ def gram_bound(matrix: Tensor) -> float:
     """
     current = matrix
     scales: list[float] = []
-    for iteration in range(MAX_ITERATIONS):
+    for iteration in range(iterations):
         norm = torch.linalg.matrix_norm(current).item()
         # ‖·‖_F ≤ √d·‖·‖₂, and each iteration has taken a root of that factor.
         least = matrix.shape[-1] ** (-(0.5 ** (iteration + 1)))
@@ -109,19 +118,57 @@ def above(value: float) -> float:
 # The facts of the weights that a certificate needs, block by block, and K, which follows from them.
 #
 # features = pool ∘ block_L ∘ … ∘ block_1 ∘ stem. The stem, the shift, the activation and the
-# pooling are 1-Lipschitz for all weights, so K = Π ‖R_i‖₂·‖W_i‖₂.
+# pooling are 1-Lipschitz for all weights, so K = Π ‖R_i‖₂·‖W_i‖₂, or of gated mixers the product of
+# their own constants.
+
+
+@dataclass(frozen=True)
+class GateFacts:
+    """Upper bounds of the norms of x - 2·Qᵀσ(Q·x + c) (residual) or of 2·Aᵀσ(B·x + c)."""
+
+    inner: float  # ‖Q‖₂ or ‖B‖₂
+    outer: float  # ‖Q‖₂ or ‖A‖₂
+    inner_frobenius: float
+    outer_frobenius: float
+    bias: float
+    residual: bool
 
 
 @dataclass(frozen=True)
 class BlockFacts:
     """Upper bounds of a block's norms; those of the bias and of pos are l2 norms."""
 
-    rotation: float  # ‖R‖₂
-    weight: float  # ‖W‖₂
+    rotation: float  # ‖R‖₂, or the constant of the first mixer
+    weight: float  # ‖W‖₂, or that of the second
     rotation_frobenius: float
     weight_frobenius: float
     bias: float
     pos: float
+    gates: tuple[GateFacts, ...] = ()  # of gated mixers, in place of the two Frobenius norms
+
+
+def gate_bound(made: Mapping[str, Tensor]) -> float:
+    """An upper bound of a gated mixer's Lipschitz constant, of its stored tensors.
+
+    σ's slopes between two points are a diagonal D, 0 ≤ D ≤ 1. I - 2QᵀDQ is symmetric, and
+    0 ≤ QᵀDQ ≤ ‖Q‖²: its norm is at most max(1, 2‖Q‖² - 1). With p = A·u and q = B·v for unit u, v,
+    2pᵀDq ≤ (p + q)ᵀD(p + q)/2 ≤ ‖[A B]‖²·(‖u‖² + ‖v‖²)/2: the norm of 2AᵀDB is at most ‖[A B]‖².
+    """
+    if "Q" in made:
+        return max(1.0, above(2 * above(norm_bound(made["Q"]) ** 2) - 1))
+    return above(norm_bound(torch.cat([made["A"], made["B"]], dim=-1)) ** 2)
+
+
+def gate_facts(made: Mapping[str, Tensor]) -> GateFacts:
+    inner, outer = (made["Q"], made["Q"]) if "Q" in made else (made["B"], made["A"])
+    return GateFacts(
+        inner=norm_bound(inner),
+        outer=norm_bound(outer),
+        inner_frobenius=frobenius_above(inner),
+        outer_frobenius=frobenius_above(outer),
+        bias=frobenius_above(made["c"]),
+        residual="Q" in made,
+    )
 
 
 @torch.no_grad()
@@ -132,21 +179,23 @@ def measure_blocks(model: LipNeXt, part: int = 0, parts: int = 1) -> list[BlockF
             raise UserError(f"{name}: holds values that are not finite; nothing can be certified")
     found = []
     for group in model.block_groups():
-        matrices = matrix_list(group.orthogonal_weights())
         for index in range(group.count):
-            if (group.first + index) % parts != part:
-                continue
-            rotation, weight = matrices[2 * index], matrices[2 * index + 1]
-            facts = BlockFacts(
-                rotation=spectral_norm_bound(rotation),
-                weight=spectral_norm_bound(weight),
-                rotation_frobenius=frobenius_above(rotation),
-                weight_frobenius=frobenius_above(weight),
-                bias=frobenius_above(group.bias[index]),
-                pos=0.0 if group.pos is None else frobenius_above(group.pos[index]),
-            )
-            found.append(facts)
+            if (group.first + index) % parts == part:
+                found.append(_block_facts(group, index, model.config.layer))
     return found
+
+
+def _block_facts(group: BlockGroup, index: int, layer: str) -> BlockFacts:
+    bias = frobenius_above(group.bias[index])
+    pos = 0.0 if group.pos is None else frobenius_above(group.pos[index])
+    if group.family is not None:
+        mixers = [{name: t[index, which] for name, t in group.free.items()} for which in (0, 1)]
+        first, second = map(gate_bound, mixers)
+        return BlockFacts(first, second, 0.0, 0.0, bias, pos, tuple(map(gate_facts, mixers)))
+    bound = spectral_norm_bound if layer == "manifold" else norm_bound
+    rotation, weight = matrix_list(group.orthogonal_weights())[2 * index : 2 * index + 2]
+    frobenius = frobenius_above(rotation), frobenius_above(weight)
+    return BlockFacts(bound(rotation), bound(weight), *frobenius, bias, pos)
 
 
 def product_loss(
@@ -256,6 +305,15 @@ def feature_rounding(
             norm = norm + math.sqrt(width) * block.pos
             error = error + (norm + error) * unit + flushed
 
+        if block.gates:
+            for gate, bound in zip(block.gates, (block.rotation, block.weight), strict=True):
+                norm, error, most = through_gate(gate, bound, norm, error, tokens, width, dtype)
+                largest = largest.or_larger(most)
+            norm = norm + math.sqrt(tokens) * block.bias
+            error = error + (norm + error) * unit + flushed
+            largest = largest.or_larger(norm + error)
+            continue
+
         computed = norm + error
         largest = largest.or_larger(computed * (2 * block.rotation_frobenius + 2))
         share, beside = product_loss(width, numbers, block.rotation_frobenius, dtype)
@@ -272,6 +330,34 @@ def feature_rounding(
     size = norm + error
     error = error + size * gamma(tokens + 4, unit) + math.sqrt(2 * numbers * tiny)
     return FeatureRounding(error * OWN_ROUNDING, largest, size, dtype)
+
+
+def through_gate(
+    gate: GateFacts,
+    bound: float,
+    norm: Affine,
+    error: Affine,
+    tokens: int,
+    width: int,
+    dtype: torch.dtype,
+) -> tuple[Affine, Affine, Affine]:
+    """(norm, error, largest number on the way) behind a mixer whose Lipschitz bound is given."""
+    info, numbers, bias = torch.finfo(dtype), width * tokens, math.sqrt(tokens) * gate.bias
+    unit, computed = info.eps / 2, norm + error
+    # σ(Q·x + c): the bias is one more term in each sum, and σ is exact.
+    share, beside = product_loss(width + 1, numbers, gate.inner_frobenius, dtype)
+    lost = computed * share + (beside + gamma(width + 1, unit) * bias)
+    inside = computed * gate.inner + bias + lost
+    largest = (computed * gate.inner_frobenius + bias) * 2
+    # Twice its product with Qᵀ, and at 0 that is at most 2·‖Q‖·‖c‖.
+    share, beside = product_loss(width, numbers, gate.outer_frobenius, dtype)
+    lost = lost * gate.outer + inside * share + beside
+    largest = largest.or_larger(computed + inside * (4 * gate.outer_frobenius + 4))
+    norm = norm * bound + 2 * gate.outer * bias
+    error = error * bound + lost * 2
+    if gate.residual:  # x - …
+        error = error + (norm + error) * unit + 2 * math.sqrt(numbers) * info.smallest_normal
+    return norm, error, largest
 
 
 # --------------------------------------------------------------------------------------------------
@@ -467,6 +553,9 @@ def require_certifiable(model: LipNeXt) -> None:
         raise ValueError(
             f"a certificate needs weights and a forward pass in float32 or in float64, not {names}"
         )
+    if any(group.family is not None and not group.frozen for group in model.block_groups()):
+        layer = model.config.layer
+        raise ValueError(f"layer {layer!r}: a certificate needs stored matrices: freeze(model)")
     for activation in {group.spec.activation for group in model.block_groups()} - PROVEN:
         raise ValueError(f"activation {activation!r} has no proven Lipschitz bound")
     hooks = [*_global_forward_hooks, *_global_forward_pre_hooks]

@@ -21,7 +21,7 @@ from torch import Tensor
 from lipnext_scale.checkpoint.directory import verify_checkpoint
 from lipnext_scale.checkpoint.io import load_shards, stored_shapes
 from lipnext_scale.checkpoint.shards import StateShard, StateShards
-from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.models import LipNeXt, LipNeXtConfig, freeze
 from lipnext_scale.models.lipnext import named_parts
 from lipnext_scale.utils import config as configuration
 from lipnext_scale.utils.collectives import Group
@@ -47,10 +47,13 @@ def stable_parameters(model: LipNeXt) -> dict[str, Tensor]:
 
 
 def save_export(model: LipNeXt, path: Path, data: DataFacts | None = None) -> None:
-    """To one file NAME.safetensors, or to any other name as a directory of the two files."""
+    """To one file NAME.safetensors, or to any other name as a directory of the two files.
+
+    It has matrices, not what they are made of (`models.freeze`).
+    """
     tensors = {
         name: tensor.detach().cpu().contiguous().clone()
-        for name, tensor in stable_parameters(model).items()
+        for name, tensor in stable_parameters(freeze(model)).items()
     }
     # The grouping of blocks into banks is not part of the function.
     plain = configuration.to_dict(dataclasses.replace(model.config, blocks_per_bank=0))
@@ -110,7 +113,7 @@ def export_data(path: Path) -> DataFacts:
 
 def load_export(path: Path) -> LipNeXt:
     with open_export(path) as (config, file):
-        model = empty_model(config)
+        model = empty_model(config, frozen=True)
         parameters = stable_parameters(model).items()
         read_export(path, file, {name: StateShard.full(tensor) for name, tensor in parameters})
     return model
@@ -142,10 +145,11 @@ def weight_of(factor: Tensor, rotation: Tensor) -> Tensor:
 
 
 def load_checkpoint_model(config: LipNeXtConfig, path: Path) -> LipNeXt:
+    """Frozen, if its matrices are made of free parameters."""
     model = empty_model(config)
     parameters = stable_parameters(model).items()
     read_checkpoint(path, {name: StateShard.full(tensor) for name, tensor in parameters})
-    return model
+    return freeze(model)
 
 
 @torch.no_grad()
@@ -166,8 +170,8 @@ def read_checkpoint(path: Path, shards: StateShards, group: Group = None) -> Non
         matrix.copy_(weight_of(matrix, rotation))
 
 
-def empty_model(config: LipNeXtConfig) -> LipNeXt:
+def empty_model(config: LipNeXtConfig, frozen: bool = False) -> LipNeXt:
     """A model on the CPU whose weights are still to be loaded."""
     with torch.device("meta"):
-        model = LipNeXt(config)
+        model = LipNeXt(config, frozen=frozen)
     return model.to_empty(device="cpu")

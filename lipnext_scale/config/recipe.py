@@ -98,6 +98,11 @@ class Recipe:
     def __post_init__(self) -> None:
         self.data.require_image_size(self.model.image_size)
         self.model.require_radius("loss.epsilon", self.loss.epsilon)
+        needs_manifold = {"weight_layout": "row", "engine": "deepspeed"}
+        for key, value in needs_manifold.items() if self.model.layer != "manifold" else ():
+            if getattr(self.parallel, key) == value:
+                right = f"needs model.layer = 'manifold', not {self.model.layer!r}"
+                raise ConfigError(f"parallel.{key}", value, right)
 
     def require_batch_for(self, world_size: int) -> None:
         """Every process takes an equal share of the batch, in equal parts."""

@@ -18,6 +18,7 @@ from lipnext_scale.distributed.replicas import SharedManifoldAdam, bank_sharings
 from lipnext_scale.distributed.rows import RowManifoldAdam, row_range
 from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
 from lipnext_scale.models.kernels import why_plain
+from lipnext_scale.models.layers import Gated
 from lipnext_scale.models.lipnext import NamedPart, named_parts
 from lipnext_scale.optim import (
     ManifoldAdam,
@@ -154,6 +155,7 @@ class Engine:
     network: nn.Module  # the model, or a wrapper of it that communicates
     owner: Owners | None = None  # the optimizer whose matrices have one owner each, if they do
     share_group: dist.ProcessGroup  # of replicas that share the step
+    has_banks = True  # other layers have free parameters
 
     def __init__(self, config: ParallelConfig, processes: Processes) -> None:
         self.config, self.processes = config, processes
@@ -168,6 +170,8 @@ class Engine:
             return None
         if self.config.compile:
             return "torch.compile makes its own (parallel.compile)"
+        if isinstance(self.model.block_groups()[0].family, Gated):
+            return f"model.layer = {self.model.config.layer!r} has none"
         config, spec = self.model.config, self.model.block_groups()[0].spec
         side, like = config.image_size // config.patch_size, DTYPES[self.config.precision]
         shape = (1, side, side, config.width)
@@ -200,6 +204,7 @@ class Engine:
 
     def build_on_meta(self, config: LipNeXtConfig, layout: WeightLayout = "bank") -> LipNeXt:
         """The model in groups that suit the shards; recomputing and compiled as configured."""
+        self.has_banks = config.layer == "manifold"
         size = choose_group_size(config, self.shards, layout == "bank")
         with torch.device("meta"):
             model = LipNeXt(replace(config, blocks_per_bank=size), layout=layout)
@@ -240,7 +245,8 @@ class Engine:
         """Whether each of them steps a share of the matrices only. Rows have owners already, in
         every replica."""
         config = self.config
-        return config.share_step and config.weight_layout == "bank" and self.replicas() > 1
+        in_banks = self.has_banks and config.weight_layout == "bank"
+        return config.share_step and in_banks and self.replicas() > 1
 
     # A step
 

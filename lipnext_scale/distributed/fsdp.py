@@ -183,7 +183,10 @@ def initialise_shards(model: LipNeXt, seed: int) -> None:
     The owners fill matrices in rows, in `FSDPEngine.manifold_optimizer`.
     """
     for group in model.block_groups():
-        if group.layout == "bank":
+        if group.family is not None:
+            free = {name: local_part(parameter) for name, parameter in group.free.items()}
+            group.fill_free(free, local_range(group.bias)[0], seed)
+        elif group.layout == "bank":
             start, stop = local_range(group.bank)
             for index, matrix in enumerate(local_part(group.bank).flatten(0, 1), start=2 * start):
                 matrix.copy_(group.initial_matrix(index, seed, matrix))

@@ -2,7 +2,14 @@
 
 from lipnext_scale.models.blocks import BlockSpec, block_reference, group_reference
 from lipnext_scale.models.fused import fused_group
-from lipnext_scale.models.lipnext import BlockGroup, Head, LipNeXt, LipNeXtConfig, WeightLayout
+from lipnext_scale.models.lipnext import (
+    BlockGroup,
+    Head,
+    LipNeXt,
+    LipNeXtConfig,
+    WeightLayout,
+    freeze,
+)
 
 __all__ = [
     "BlockGroup",
@@ -12,6 +19,7 @@ __all__ = [
     "LipNeXtConfig",
     "WeightLayout",
     "block_reference",
+    "freeze",
     "fused_group",
     "group_reference",
 ]

@@ -1,6 +1,6 @@
 """LipNeXt blocks (paper §3.3) as readable functions; `fused.py` has the fast form of a group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,21 @@ def block_reference(
     x = spatial_shift(x, spec.shift_part, spec.padding)
     x = F.linear(x, weight, bias)
     return beta_abs(x, spec.beta) if spec.activation == "beta_abs" else minmax(x)
+
+
+def mixed_group(
+    x: Tensor,
+    mixers: Sequence[Callable[[Tensor], Tensor]],
+    bias: Tensor,
+    pos: Tensor | None,
+    spec: BlockSpec,
+) -> Tensor:
+    """Blocks whose mixers are any functions of [N, H, W, C], two of each block in turn."""
+    for index, block_bias in enumerate(bias.unbind(0)):
+        x = mixers[2 * index](x if pos is None else x + pos[index])
+        x = mixers[2 * index + 1](spatial_shift(x, spec.shift_part, spec.padding)) + block_bias
+        x = beta_abs(x, spec.beta) if spec.activation == "beta_abs" else minmax(x)
+    return x
 
 
 def matrix_list(matrices: Matrices) -> Sequence[Tensor]:

@@ -1,8 +1,11 @@
 """LipNeXt (paper §3.3): stem, blocks in banks, L2 pooling, a head with normalised rows."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from itertools import product
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.models import blocks
-from lipnext_scale.models.blocks import BlockSpec, Matrices, group_reference
+from lipnext_scale.models.blocks import BlockSpec, Matrices, group_reference, mixed_group
 from lipnext_scale.models.fused import fused_group
+from lipnext_scale.models.layers import FAMILIES, Gated, LayerName, Linear
 from lipnext_scale.utils.config import ConfigError, changeable
 
 # --------------------------------------------------------------------------------------------------
 # A group of LipNeXt blocks: the unit of sharding, compiling and recomputing.
 
 WeightLayout = Literal["bank", "row"]
+Blocks = Tensor | tuple[Tensor, Tensor]  # Z, or (Z, a bound of its Lipschitz constant)
 
 
 class BlockGroup(nn.Module):
@@ -27,6 +32,8 @@ class BlockGroup(nn.Module):
     Their orthogonal matrices, R and W of each block in turn, are
         layout bank: one parameter, bank [count, 2, C, C], so that a shard is some whole pairs;
         layout row:  a parameter [C, C] each, `matrices`, so that a shard is some rows of each.
+    A layer other than manifold has the free parameters of its family instead, by name, `free`
+    [count, 2, …]. frozen: what is made of them (`freeze`), which for a linear family is a bank.
     bias [count, C], pos [count, H, W, 1].
     """
 
@@ -39,10 +46,18 @@ class BlockGroup(nn.Module):
         spec: BlockSpec,
         has_pos: bool,
         layout: WeightLayout = "bank",
+        layer: LayerName = "manifold",
+        frozen: bool = False,
     ) -> None:
         super().__init__()
-        self.first, self.count, self.spec = first, count, spec
-        if layout == "bank":
+        self.first, self.count, self.spec, self.frozen = first, count, spec, frozen
+        family = FAMILIES.get(layer)
+        self.family = None if frozen and isinstance(family, Linear) else family
+        if self.family is not None:
+            shapes = self.family.made_shapes(width) if frozen else self.family.shapes(width)
+            free = {n: nn.Parameter(torch.empty(count, 2, *s)) for n, s in shapes.items()}
+            self.free = nn.ParameterDict(free)
+        elif layout == "bank":
             self.bank = nn.Parameter(torch.empty(count, 2, width, width))
         else:
             self.matrices = nn.ParameterList(torch.empty(width, width) for _ in range(2 * count))
@@ -61,24 +76,42 @@ class BlockGroup(nn.Module):
         return self.bank if self.layout == "bank" else list(self.matrices)
 
     def orthogonal_parameters(self) -> list[nn.Parameter]:
-        """The parameters that hold the matrices."""
+        """The parameters that hold the matrices; none where free ones do."""
+        if self.family is not None:
+            return []
         return [self.bank] if self.layout == "bank" else list(self.matrices)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def made(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What the mixers compute with [count, 2, …], made of the free parameters in this type."""
+        assert self.family is not None
+        free = {name: parameter.to(dtype) for name, parameter in self.free.items()}
+        return free if self.frozen else self.family.made(free)
+
+    def forward(self, x: Tensor) -> Blocks:
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._blocks, x, use_reentrant=False, preserve_rng_state=False)
         return self._blocks(x)
 
-    def _blocks(self, x: Tensor) -> Tensor:
-        weights = self.orthogonal_weights()
-        weights = (
-            self._cast(weights) if isinstance(weights, Tensor) else [self._cast(w) for w in weights]
-        )
+    def _blocks(self, x: Tensor) -> Blocks:
+        x, bias, family = self._cast(x), self._cast(self.bias), self.family
         pos = None if self.pos is None else self._cast(self.pos)
-        inputs = (self._cast(x), weights, self._cast(self.bias), pos, self.spec)
-        if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
-            return group_reference(*inputs)
-        return fused_group(*inputs)
+        if family is None:
+            weights = self.orthogonal_weights()
+            weights = (
+                self._cast(weights)
+                if isinstance(weights, Tensor)
+                else [self._cast(w) for w in weights]
+            )
+            return _fast_group(x, weights, bias, pos, self.spec)
+        made = self.made(torch.promote_types(bias.dtype, torch.float32))
+        if isinstance(family, Gated):
+            parts = {n: t.to(bias.dtype).flatten(0, 1).unbind(0) for n, t in made.items()}
+            of_mixers = zip(*parts.values(), strict=True)
+            mixers = [partial(family.mix, dict(zip(parts, m, strict=True))) for m in of_mixers]
+            return mixed_group(x, mixers, bias, pos, self.spec)
+        z = _fast_group(x, made["matrix"].to(bias.dtype), bias, pos, self.spec)
+        norm = family.norm if isinstance(family, Linear) else None
+        return z if norm is None else (z, norm(made["matrix"]).prod())
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor if self.compute_dtype is None else tensor.to(self.compute_dtype)
@@ -89,6 +122,9 @@ class BlockGroup(nn.Module):
         self.bias.zero_()
         if self.pos is not None:
             self.pos.zero_()
+        if self.family is not None:
+            self.fill_free(dict(self.free.items()), 0, seed)
+            return
         for index, matrix in enumerate(blocks.matrix_list(self.orthogonal_weights())):
             matrix.copy_(self.initial_matrix(index, seed, matrix))
 
@@ -98,10 +134,30 @@ class BlockGroup(nn.Module):
         It comes from (seed, block) alone: the start does not depend on how blocks are grouped, how
         matrices are laid out or on which process they live.
         """
-        block = self.first + index // 2
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + block) % 2**63)
+        generator = self._generator(index // 2, seed)
         rotation = random_orthogonal(like.shape[-1], generator, like.dtype, like.device)
         return rotation.mT if index % 2 else rotation
+
+    @torch.no_grad()
+    def fill_free(self, free: Mapping[str, Tensor], start: int, seed: int) -> None:
+        """The first values of free parameters, or of those of the blocks from `start` on."""
+        assert self.family is not None and not self.frozen
+        for index in range(min(map(len, free.values()))):
+            generator = self._generator(start + index, seed)
+            for name, value in self.family.initial(self.bias.shape[-1], generator).items():
+                free[name][index].copy_(value)
+
+    def _generator(self, index: int, seed: int) -> torch.Generator:
+        block = self.first + index
+        return torch.Generator().manual_seed((seed * 1_000_003 + block) % 2**63)
+
+
+def _fast_group(
+    x: Tensor, matrices: Matrices, bias: Tensor, pos: Tensor | None, spec: BlockSpec
+) -> Tensor:
+    if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
+        return group_reference(x, matrices, bias, pos, spec)
+    return fused_group(x, matrices, bias, pos, spec)
 
 
 @dataclass(frozen=True)
@@ -120,6 +176,8 @@ class LipNeXtConfig:
     positional_embedding: bool = True
     activation: Literal["beta_abs", "minmax"] = "beta_abs"
     beta: float = 0.75
+    # How the channel mixers are 1-Lipschitz: docs/layers.md.
+    layer: LayerName = "manifold"
     # Blocks in a group, the unit of sharding. 0: the engine chooses; without one, all in one.
     blocks_per_bank: int = changeable(0)
 
@@ -173,6 +231,7 @@ class LipNeXtConfig:
 
 
 _CHOICES = {
+    "layer": get_args(LayerName),
     "padding": ("circular", "zero"),
     "activation": ("beta_abs", "minmax"),
 }
@@ -213,11 +272,15 @@ class LipNeXt(nn.Module):
 
     Built under `torch.device("meta")` it allocates nothing; `reset_parameters` fills it later.
     seed: of the initial weights; None draws one from torch's global generator.
-    layout: how the matrices of a group are parameters, see `BlockGroup`.
+    layout, frozen: how the matrices of a group are parameters, see `BlockGroup`.
     """
 
     def __init__(
-        self, config: LipNeXtConfig, seed: int | None = None, layout: WeightLayout = "bank"
+        self,
+        config: LipNeXtConfig,
+        seed: int | None = None,
+        layout: WeightLayout = "bank",
+        frozen: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -238,6 +301,8 @@ class LipNeXt(nn.Module):
                 spec,
                 config.positional_embedding,
                 layout,
+                config.layer,
+                frozen,
             )
             for first in range(0, config.depth, per_bank)
         )
@@ -257,16 +322,31 @@ class LipNeXt(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """The pooled features [N, width] whose l2 distance the certificate is about."""
+        return self._features(images)[0]
+
+    def _features(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(features, a bound of K where it is not 1 by construction)."""
         self._check_images(images)
         x = blocks.space_to_depth(images - 0.5, self.config.patch_size, self.config.width)
+        lipschitz: Tensor | None = None
         for group in self.block_groups():
             x = group(x)
-        return blocks.l2_pool(x)
+            if isinstance(x, tuple):
+                x, norm = x
+                lipschitz = norm if lipschitz is None else lipschitz * norm
+        return blocks.l2_pool(x), lipschitz
 
     def forward(self, images: Tensor, with_head: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """The logits; with `with_head` (logits, the head's normalised rows)."""
-        logits, weight = self.head(self.features(images))
-        return (logits, weight) if with_head else logits
+        """The logits; with `with_head` (logits, the head's normalised rows).
+
+        Rows are K times as long where K is not 1 by construction: losses and radii then see
+        K·‖w_i - w_j‖.
+        """
+        features, lipschitz = self._features(images)
+        logits, weight = self.head(features)
+        if not with_head:
+            return logits
+        return logits, (weight if lipschitz is None else weight * lipschitz)
 
     def _check_images(self, images: Tensor) -> None:
         side, channels = self.config.image_size, self.config.in_channels
@@ -283,11 +363,37 @@ class LipNeXt(nn.Module):
             )
 
 
+@torch.no_grad()
+def freeze(model: LipNeXt) -> LipNeXt:
+    """The same network with stored matrices: made of free parameters once, in float64, rounded to
+    the model's type. This is what is exported, attacked and certified."""
+    groups = model.block_groups()
+    if all(group.family is None or group.frozen for group in groups):
+        return model
+    weight = model.head.weight
+    with torch.device("meta"):
+        frozen = LipNeXt(model.config, frozen=True)
+    frozen = frozen.to_empty(device=weight.device).to(weight.dtype).train(model.training)
+    frozen.head.load_state_dict(model.head.state_dict())
+    for group, still in zip(groups, frozen.block_groups(), strict=True):
+        still.bias.copy_(group.bias)
+        if still.pos is not None and group.pos is not None:
+            still.pos.copy_(group.pos)
+        made = group.made(torch.float64)
+        if still.family is None:
+            still.bank.copy_(made["matrix"])
+        else:
+            for name, parameter in still.free.items():
+                parameter.copy_(made[name])
+    return frozen
+
+
 # --------------------------------------------------------------------------------------------------
 # Stable names of weights, the same for every grouping and layout of the parameters.
 #
 #     blocks.{i}.R, blocks.{i}.W, blocks.{i}.bias, blocks.{i}.pos, head.weight, head.bias
 #
+# with blocks.{i}.mix1.NAME, blocks.{i}.mix2.NAME in place of R and W where a family has parameters.
 # Exports and checkpoints use only these, so they fit every grouping, layout and world size.
 
 
@@ -312,7 +418,11 @@ def named_parts(model: LipNeXt) -> list[NamedPart]:
     """Every number of the network in exactly one part, in the order of the blocks."""
     parts: list[NamedPart] = []
     for group in model.block_groups():
-        for index in range(group.count):
+        if group.family is not None:
+            for index, (name, free) in product(range(group.count), group.free.items()):
+                block = f"blocks.{group.first + index}"
+                parts += [NamedPart(f"{block}.mix{w + 1}.{name}", free, (index, w)) for w in (0, 1)]
+        for index in range(group.count if group.family is None else 0):
             for which, letter in enumerate("RW"):
                 name = f"blocks.{group.first + index}.{letter}"
                 if group.layout == "bank":

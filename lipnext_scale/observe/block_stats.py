@@ -6,6 +6,8 @@ rows, those it owns) and at its part of the gradients. Then one small vector per
     gradient   norm of all of a block's gradients, before clipping; the head's comes last
     drift      ‖XᵀX - I‖_F/√d, the larger of the block's two matrices
     move       ‖Δ‖_F, the size of Manifold Adam's step, the larger of the two
+
+The last two for model.layer = 'manifold' alone.
 """
 
 import torch
@@ -80,11 +82,13 @@ class BlockStats:
         largest = everyone[:, depth + 1 :].amax(0)  # 0 for matrices that other ranks hold
         values = {"gradient/head": float(gradients[depth])}
         drift, move = largest[:depth], largest[depth:]
-        by_block = {"gradient": gradients[:depth], "drift": drift, "move": move}
+        by_block = {"gradient": gradients[:depth]}
+        if self._engine.has_banks:
+            by_block |= {"drift": drift, "move": move}
+            values |= {"drift/largest": float(drift.max()), "move/largest": float(move.max())}
         for name, of_blocks in by_block.items():
             for block, value in enumerate(of_blocks.tolist()):
                 values[f"{name}/block_{block:02d}"] = value
-        values |= {"drift/largest": float(drift.max()), "move/largest": float(move.max())}
         return {name: float(f"{value:.6g}") for name, value in values.items()}  # enough to look at
 
     def _block(self, name: str) -> int:

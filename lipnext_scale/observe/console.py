@@ -16,6 +16,7 @@ import torch
 
 from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.models import LipNeXtConfig
+from lipnext_scale.models.layers import FAMILIES, Gated
 
 # TFLOP/s of dense products by words of the device's name, the more particular ones first:
 # (bf16, fp32 without TF32, which would not keep a matrix orthogonal). Nominal; run.peak_tflops
@@ -39,7 +40,8 @@ PAGE = resource.getpagesize()
 def training_flops_per_image(config: LipNeXtConfig) -> float:
     """Forward and backward: 6 for each entry of a matrix and each token, as a product has 2."""
     tokens = (config.image_size // config.patch_size) ** 2
-    return 6.0 * (config.bank_parameters * tokens + config.width * config.num_classes)
+    matrices = 2 if isinstance(FAMILIES.get(config.layer), Gated) else 1  # of a mixer
+    return 6.0 * (matrices * config.bank_parameters * tokens + config.width * config.num_classes)
 
 
 def peak_tflops(name: str, precision: str) -> float:

@@ -168,7 +168,9 @@ class Observer:
             self._lost = self._lost + 1 if lost else 0
             if self._lost == LOST:
                 what = "loss and accuracy are those of a guess"
-                self.say(f"warning: step {number}: {what}: is optim.lr = {optim.lr:g} too high?")
+                key = "lr" if self._recipe.model.layer == "manifold" else "euclidean_lr"
+                lr = f"optim.{key} = {getattr(optim, key):g}"
+                self.say(f"warning: step {number}: {what}: is {lr} too high?")
 
     def _write(self, number: int, values: dict[str, float]) -> None:
         """On rank 0. What fails is opened again at the next record, which drops a torn line."""

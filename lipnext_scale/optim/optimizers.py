@@ -115,6 +115,8 @@ class Optimizers:
     ) -> None:
         orthogonal, euclidean = parameters
         self.config = config
+        if not orthogonal:  # of a layer that is none by itself; torch refuses an empty list
+            build_manifold, orthogonal = ManifoldAdam, [{"params": []}]  # type: ignore[list-item]
         self.manifold = build_manifold(
             orthogonal,
             lr=config.lr,
@@ -136,7 +138,7 @@ class Optimizers:
         )
 
     def set_learning_rate(self, step: int, total_steps: int, warmup_steps: int) -> float:
-        """Put both on the schedule; returns the manifold's learning rate."""
+        """Put both on the schedule; returns the learning rate of what makes the matrices."""
         for optimizer, lr in (
             (self.manifold, self.config.lr),
             (self.euclidean, self.config.euclidean_lr),
@@ -145,7 +147,8 @@ class Optimizers:
                 group["lr"] = learning_rate(
                     step, lr, total_steps, warmup_steps, self.config.final_lr_ratio
                 )
-        return float(self.manifold.param_groups[0]["lr"])
+        learned = self.manifold if self.manifold.param_groups[0]["params"] else self.euclidean
+        return float(learned.param_groups[0]["lr"])
 
     def step(self, scale: Tensor | None = None, usable: Tensor | None = None) -> None:
         """scale: of all gradients. usable: false moves nothing, without the host's knowledge."""
@@ -214,6 +217,6 @@ def split_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters
     assert len(placed) == len(set(placed)) and set(placed) == trainable, (
         "every trainable parameter must be in exactly one group"
     )
-    if not orthogonal:
+    if not orthogonal and all(group.family is None for group in groups):
         raise ValueError("the model has no trainable bank of orthogonal matrices")
     return orthogonal, euclidean

@@ -167,6 +167,11 @@ def starting_point(path: Path, here: LipNeXtConfig) -> tuple[LipNeXtConfig, Path
             f"run.init_from = {str(path)!r}: another architecture (model.{key} = {old!r} there, "
             f"{new!r} here); model.num_classes alone may differ"
         )
+    if checkpoint is None and here.layer != "manifold":
+        raise UserError(
+            f"run.init_from = {str(path)!r}: an export of model.layer = {here.layer!r} has its "
+            "matrices, not what they are made of; give the run or one of its checkpoints"
+        )
     return there, checkpoint
 
 

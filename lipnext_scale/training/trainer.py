@@ -179,12 +179,16 @@ class Trainer:
 
     def _introduction(self) -> str:
         model, count = self.recipe.model, self.processes.world_size
-        others = self.engine.parameter_count() - model.bank_parameters
+        kind: str = model.layer
+        numbers = f"{self.engine.parameter_count():,}"
+        if model.layer == "manifold":
+            others = self.engine.parameter_count() - model.bank_parameters
+            kind = self.recipe.optim.parametrisation
+            numbers = f"{model.bank_parameters:,} orthogonal and {others:,} other"
         places = f"{count} × {self.processes.device.type}" if count > 1 else self.processes.device
         origin = f"; {self.checkpointer.origin}" if self.checkpointer.origin else ""
         return (
-            f"LipNeXt L{model.depth}W{model.width} ({self.recipe.optim.parametrisation}): "
-            f"{model.bank_parameters:,} orthogonal and {others:,} other parameters on "
+            f"LipNeXt L{model.depth}W{model.width} ({kind}): {numbers} parameters on "
             f"{places} ({self.engine.describe()}), {self.total_steps} steps, "
             f"into {self.recipe.run.dir}{origin}"
         )

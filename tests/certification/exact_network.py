@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
 
 # The reference must be 2¹¹ times as accurate as float64: x86 has such numbers, not every CPU does.
 HAS_EXTENDED = np.finfo(np.longdouble).nmant >= 63
@@ -34,11 +34,11 @@ def exact_features(model: LipNeXt, images: torch.Tensor, number=extended) -> np.
     x = _tokens(number(images) - number(torch.tensor(0.5)), config)
     for group in model.block_groups():
         for index in range(group.count):
-            rotation, weight = (number(matrix) for matrix in group.bank[index])
             if group.pos is not None:
                 x = x + number(group.pos[index])
-            x = _shift(x @ rotation.T, config)
-            x = _activation(x @ weight.T + number(group.bias[index]), config)
+            x = _shift(_mixed(x, group, (index, 0), number), config)
+            x = _mixed(x, group, (index, 1), number)
+            x = _activation(x + number(group.bias[index]), config)
     return root((x * x).sum(axis=(1, 2)))
 
 
@@ -57,6 +57,17 @@ def _tokens(pixels: np.ndarray, config: LipNeXtConfig) -> np.ndarray:
     tokens = cut.transpose(0, 2, 4, 1, 3, 5).reshape(count, side // patch, side // patch, -1)
     empty = np.zeros((*tokens.shape[:3], config.width - tokens.shape[3]), dtype=tokens.dtype)
     return np.concatenate([tokens, empty], axis=-1)
+
+
+def _mixed(x: np.ndarray, group: BlockGroup, index: tuple[int, int], number) -> np.ndarray:
+    if group.family is None:
+        return x @ number(group.bank[index]).T
+    made = {name: number(tensor[index]) for name, tensor in group.free.items()}
+    if "Q" in made:
+        inside = x @ made["Q"].T + made["c"]
+        return x - 2 * np.where(inside > 0, inside, 0) @ made["Q"]
+    inside = x @ made["B"].T + made["c"]
+    return 2 * np.where(inside > 0, inside, 0) @ made["A"]
 
 
 def _shift(x: np.ndarray, config: LipNeXtConfig) -> np.ndarray:

@@ -22,7 +22,7 @@ from torch import Tensor
 from lipnext_scale.attacks import pgd, random_starts
 from lipnext_scale.certification import Certifier
 from lipnext_scale.manifold import random_orthogonal
-from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.models import LipNeXt, LipNeXtConfig, freeze
 from lipnext_scale.utils.errors import UserError
 
 pytestmark = needs_extended
@@ -34,6 +34,9 @@ MATRICES = ["orthogonal", "rank one", "constant", "badly scaled", "gaussian", "h
 MATRICES += ["null space", "steep"]
 # aligned: see `align`. cancelling: W is steep, and of what a null space R makes it leaves little.
 KINDS = [*MATRICES[:7], "aligned", "cancelling", "mixed"]
+# Mixers with a nonlinearity, of mixed matrices.
+GATED = {"residual gates": "cpl", "sandwich gates": "sandwich"}
+KINDS += GATED
 
 
 def draw_matrix(kind: str, width: int, rng: random.Random, generator: torch.Generator) -> Tensor:
@@ -98,11 +101,16 @@ def draw(seed: int) -> Case:
         activation=rng.choice(["beta_abs", "beta_abs", "minmax"]),
         beta=rng.choice([0, 0.5, 0.75, 1]),
         blocks_per_bank=rng.choice([0, 1]),
+        layer=GATED.get(kind, "manifold"),
     )
-    model = LipNeXt(config, seed).to(dtype)
+    model = freeze(LipNeXt(config, seed).to(dtype))
     with torch.no_grad():
         for group in model.block_groups():
-            for index, matrix in enumerate(group.bank.flatten(0, 1)):
+            for tensor in group.free.values() if kind in GATED else ():
+                for made in tensor.flatten(0, 1):
+                    gate(made, rng, generator)
+            banks = [] if kind in GATED else group.bank.flatten(0, 1)
+            for index, matrix in enumerate(banks):
                 cancelling = MATRICES[7 + index % 2]
                 others = {"aligned": "constant", "cancelling": cancelling}
                 others["mixed"] = rng.choice(MATRICES)
@@ -118,6 +126,14 @@ def draw(seed: int) -> Case:
             align(model)
     images = draw_images(config, dtype, rng, generator)
     return Case(kind, model, *images, flushes=rng.random() < 0.3)
+
+
+def gate(made: Tensor, rng: random.Random, generator: torch.Generator) -> None:
+    """Any matrix or bias of a gated mixer; half of the matrices stay as they were made."""
+    if made.dim() == 1:
+        fill(made, rng, generator)
+    elif rng.random() < 0.5:
+        made.copy_(draw_matrix(rng.choice(MATRICES), len(made), rng, generator))
 
 
 def align(model: LipNeXt) -> None:
@@ -213,7 +229,7 @@ def fuzz(seeds: range) -> dict[str, dict[str, list[float]]]:
         try:
             share, certified = tightness(case), attacked(case)
         except UserError as refused:  # K itself overflows
-            assert "overflows" in str(refused) and case.kind in ("huge", "mixed"), seed
+            assert "overflows" in str(refused) and case.kind in ("huge", "mixed", *GATED), seed
             continue
         except AssertionError as failure:
             raise AssertionError(

@@ -5,6 +5,7 @@ test_certification_fuzz.py tries many others.
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
 import mpmath
 import numpy as np
@@ -15,7 +16,7 @@ from test_certification_fuzz import align, draw_matrix, norm
 
 from lipnext_scale.certification import Certifier, lipschitz_bound
 from lipnext_scale.certification.certifier import Affine
-from lipnext_scale.models import LipNeXt, LipNeXtConfig
+from lipnext_scale.models import LipNeXt, LipNeXtConfig, freeze
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
@@ -127,6 +128,60 @@ def test_the_worst_arithmetic_is_within_the_bound(dtype: torch.dtype, name: str)
     image = torch.full((1, 1, side, side), 200 / 255, dtype=torch.float64)
     with mpmath.workdps(60):
         share = float(worst_case(model, 200) / bound_at(model, image)[0])
+    assert 0.4 < share <= 1
+
+
+def worst_gated(model: LipNeXt, byte: int) -> mpmath.mpf:
+    """The same of gated mixers, of constant weights whose signs let no error cancel."""
+    config, up = model.config, 1 + mpmath.mpf(torch.finfo(model.head.weight.dtype).eps) / 2
+    width, tokens = config.width, (config.image_size // config.patch_size) ** 2
+    group = model.block_groups()[0]
+
+    def features(up: mpmath.mpf) -> mpmath.mpf:
+        x = (mpmath.mpf(byte) / 255 * up**2 - 0.5) * up
+        for index, which in product(range(config.depth), (0, 1)):
+            made = {
+                n: mpmath.mpf(t[index, which].flatten()[0].item()) for n, t in group.free.items()
+            }
+            inner, outer = (made["Q"], made["Q"]) if "Q" in made else (made["B"], made["A"])
+            inside = (width * inner * x + made["c"]) * up ** (width + 1)
+            assert inside > 0
+            y = 2 * width * outer * inside * up**width
+            x = (x - y) * up if "Q" in made else y
+            if which:
+                x = (x + mpmath.mpf(group.bias[index][0].item())) * up
+        return x * mpmath.sqrt(tokens * up**tokens) * up
+
+    return mpmath.sqrt(width) * abs(features(up) - features(mpmath.mpf(1)))
+
+
+# (layer, depth, width, image, patch, c, bias)
+WORST_GATED = {
+    "products": ("cpl", 2, 64, 8, 8, 0.0, 0.0),
+    "inner bias": ("cpl", 1, 16, 4, 4, 1e6, 0.0),
+    "bias": ("cpl", 1, 1, 4, 1, 0.0, 1e6),
+    "difference": ("cpl", 4, 1, 1, 1, 0.0, 0.0),
+    "sandwich": ("sandwich", 2, 64, 8, 8, 0.0, 0.0),
+    "sandwich, inner bias": ("sandwich", 1, 16, 4, 4, 1e6, 0.0),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", WORST_GATED)
+def test_the_worst_arithmetic_of_gates_is_within_the_bound(dtype: torch.dtype, name: str) -> None:
+    layer, depth, width, side, patch, inner_bias, bias = WORST_GATED[name]
+    config = LipNeXtConfig(depth, width, side, patch, 1, 2, layer=layer, positional_embedding=False)
+    model = freeze(LipNeXt(config, 0)).to(dtype)
+    with torch.no_grad():
+        group = model.groups[0]
+        for key, tensor in group.free.items():
+            tensor.fill_(inner_bias if key == "c" else 2 / width)
+        if layer == "cpl":  # x - 2·4·x is negative, and the second mixer must see that
+            group.free["Q"][:, 1] *= -1
+        group.bias.fill_(bias)
+    image = torch.full((1, 1, side, side), 200 / 255, dtype=torch.float64)
+    with mpmath.workdps(60):
+        share = float(worst_gated(model, 200) / bound_at(model, image)[0])
     assert 0.4 < share <= 1
 
 

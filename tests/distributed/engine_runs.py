@@ -288,10 +288,10 @@ def rounding_alone(directory: Path, reference: Outcome, *overrides: str) -> dict
     return {kind: max(error[kind] for error in errors) for kind in KINDS}
 
 
-def assert_parity(ours: Outcome, reference: Outcome) -> None:
+def assert_parity(ours: Outcome, reference: Outcome, kinds: set[str] = KINDS) -> None:
     """Of runs in float64."""
     errors = relative_errors(ours, reference)
-    assert errors.keys() == KINDS
+    assert errors.keys() == kinds
     assert max(errors.values()) <= BOUND, errors
     assert ours.scores == reference.scores  # the same counts of 1437 images
     assert ours.counters == reference.counters

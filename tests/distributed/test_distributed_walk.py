@@ -45,6 +45,7 @@ SMALL: dict[int, list[list[str]]] = {
         [FSDP, "parallel.shard_size=1", BF16],
         [HSDP, *UNEVEN, ALONE, TWICE],
         [DDP, *UNEVEN, TWICE],
+        [HSDP, "model.layer=sandwich"],
     ],
 }
 WIDE: dict[int, list[list[str]]] = {
