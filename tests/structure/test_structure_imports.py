@@ -22,6 +22,7 @@ LAYERS = [
     "observe",
     "training",
     "checks",
+    "studies",
 ]
 COMMANDS = ["train", "certify", "attack", "predict", "compare", "export"]
 COMMANDS += ["doctor", "plan", "bench", "watch", "cli"]
