@@ -24,7 +24,7 @@ LAYERS = [
     "checks",
     "studies",
 ]
-COMMANDS = ["train", "certify", "attack", "predict", "compare", "export"]
+COMMANDS = ["train", "certify", "attack", "predict", "compare", "study", "export"]
 COMMANDS += ["doctor", "plan", "bench", "watch", "cli"]
 
 
