@@ -76,7 +76,8 @@ class Task:
     def __init__(self, study: Study, row: str, seed: int, settings: list[str]) -> None:
         self.study, self.row, self.seed, self.settings = study, row, seed, settings
         self.name = f"{row}, seed {seed}"
-        self.directory = Path(study.dir) / row.replace("/", "-").replace(" ", "")  # of the row
+        words = row.replace("/", "-").replace(", ", ",").replace(" ", "_")
+        self.directory = Path(study.dir) / words  # of the row
         self.run = RunDirectory(self.directory / f"seed_{seed}")
         self.log = self.run.path / "study.log"
         # The seconds of an epoch, for equal.seconds: those of the row's first run.
