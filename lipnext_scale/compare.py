@@ -10,7 +10,6 @@ seeds become one row, mean ± s.d., with `python -m lipnext_scale.study compare`
 import lipnext_scale.utils.passive  # noqa: F401
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from lipnext_scale.certification.certificate import write_csv, writing
@@ -20,18 +19,6 @@ from lipnext_scale.utils.errors import ArgumentParser, command
 from lipnext_scale.utils.files import atomic_file, write_atomically
 
 
-@dataclass(frozen=True)
-class Column:
-    """values: one of each run, None where it is not known."""
-
-    title: str
-    values: list[Any]
-    text: Callable[[Any], str] = str
-
-    def cells(self) -> list[str]:
-        return [self.title, *("–" if value is None else self.text(value) for value in self.values)]
-
-
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="lipnext_scale.compare", description=__doc__.split("\n")[0])
@@ -39,15 +26,21 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     out, runs = arguments.out, comparison.read_runs(arguments.runs)
     columns = all_columns(runs)
-    differ = [column.title for column in columns if len({*column.values} - {None}) > 1]
-    rows = [c.cells() for c in columns if c.title not in COMMON or c.title in differ]
-    rows = comparison.narrower(rows)
+    differ = {title for title, values, _ in columns if len({*values} - {None}) > 1}
+    rows = comparison.narrower(
+        [
+            [title, *("–" if value is None else text(value) for value in values)]
+            for title, values, text in columns
+            if title not in COMMON or title in differ
+        ]
+    )
     warnings, notes = comparison.in_common(runs)
     page = comparison.markdown("Comparison", rows, notes) + "![certified accuracy](compare.png)\n"
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "compare.md", page.encode())
-        write_csv(out / "compare.csv", zip(*([c.title, *c.values] for c in columns), strict=True))
+        numbers = [[title, *values] for title, values, _ in columns]
+        write_csv(out / "compare.csv", zip(*numbers, strict=True))
         with atomic_file(out / "compare.png") as file:
             groups = {run.name: [run] for run in runs}
             comparison.curves(groups, warnings).savefig(file, format="png")
@@ -55,13 +48,14 @@ def main(argv: list[str] | None = None) -> None:
     print(f"written: {out}/compare.md, compare.csv and compare.png")
 
 
-def all_columns(runs: list[Run]) -> list[Column]:
-    settings, figures = comparison.differing(runs), comparison.figures(runs)
+def all_columns(runs: list[Run]) -> list[tuple[str, list[Any], Callable[[Any], str]]]:
+    """Title, a value of each run or None where it is not known, and how to show one."""
+    settings, common = comparison.differing(runs).items(), COMMON.items()
     return [
-        Column("run", [run.name for run in runs]),
-        *(Column(key, list(map(str, values))) for key, values in settings.items()),
-        *(Column(one.title, list(map(one.of, runs)), one.text) for one in figures),
-        *(Column(title, [run.of_facts(of) for run in runs]) for title, (of, _) in COMMON.items()),
+        ("run", [run.name for run in runs], str),
+        *((key, list(map(str, values)), str) for key, values in settings),
+        *((one.title, list(map(one.of, runs)), one.text) for one in comparison.figures(runs)),
+        *((title, [run.of_facts(of) for run in runs], str) for title, (of, _) in common),
     ]
 
 

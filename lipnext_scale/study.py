@@ -32,18 +32,18 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parser().parse_intermixed_args(argv)
     tasks = plan.load_tasks(arguments.study, arguments.overrides)
     study, name = tasks[0].study, Path(arguments.study).stem
+    if (number := arguments.task) is not None:
+        if not 0 <= number < len(tasks):
+            raise UserError(f"--task {number}: must be from 0 to {len(tasks) - 1}")
+        tasks = [tasks[number]]
     left = [number for number, task in enumerate(tasks) if not task.is_finished()]
-    if arguments.task is not None:
-        if not 0 <= arguments.task < len(tasks):
-            raise UserError(f"--task {arguments.task}: must be from 0 to {len(tasks) - 1}")
-        failed = run(tasks, [number for number in left if number == arguments.task], 1)
-    elif arguments.slurm and left:
+    if arguments.slurm and left:
         words = [sys.executable, "-m", "lipnext_scale.study", arguments.study]
         job = runner.submit(study, [*words, *arguments.overrides], name, left)
         print(f"job {job}: {len(left)} of {len(tasks)} runs; when it has ended, say --table")
         return
-    else:
-        failed = [] if arguments.table else run(tasks, left, arguments.jobs)
+    failed = [] if arguments.table else run(tasks, left, arguments.jobs)
+    if arguments.task is None:
         table(tasks, name)
     if failed:
         raise RunFailed(f"{len(failed)} of {len(tasks)} runs: {'; '.join(failed)}")
@@ -100,9 +100,8 @@ def table(tasks: list[Task], title: str) -> None:
         if task.run.config.exists() and task.run.certificate.exists():
             groups.setdefault(task.row, []).append(comparison.read_run(task.run.path, task.name))
         else:
-            notes.append(
-                f"{task.name}: no certificate: {runner.last_line(task.log) or 'not run yet'}"
-            )
+            why = runner.last_line(task.log) or "not run yet"
+            notes.append(f"{task.name}: no certificate: {why}")
     if not groups:
         raise RunFailed(f"{study.dir}: no run is certified, so there is no table; {notes[-1]}")
     print("\n".join(comparison.write_tables(Path(study.dir), title, groups, notes)))
@@ -118,14 +117,11 @@ def compare(argv: list[str]) -> None:
 
 def by_settings(runs: list[Run]) -> Groups:
     """Together: runs that differ in the seed alone, and in what changes no result."""
-    ignored = CHANGEABLE | {"run.seed"}
-    settings = {
-        key: values for key, values in comparison.differing(runs).items() if key not in ignored
-    }
+    settings, ignored = comparison.differing(runs), CHANGEABLE | {"run.seed"}
     groups: Groups = {}
     for number, one in enumerate(runs):
-        name = plan.described({key: values[number] for key, values in settings.items()}) or "all"
-        groups.setdefault(name, []).append(one)
+        point = {key: values[number] for key, values in settings.items() if key not in ignored}
+        groups.setdefault(plan.described(point) or "all", []).append(one)
     return groups
 
 
