@@ -74,7 +74,7 @@ def test_stopped_half_way_continued_and_a_row_that_fails(tmp_path, capsys, monke
     log = directory / "wrong" / "seed_0" / "study.log"
     why = log.read_text().splitlines()[-1]
     assert why.startswith("failed: step 1: ")
-    assert f"3 wrong, seed 0: {why} ({log})\n" in said.out
+    assert f"3 wrong, seed 0: exit code 1: {why} ({log})\n" in said.out
     assert said.err == "failed: 1 of 3 runs: wrong, seed 0\n"
     assert f"continuing {slow} from step {step}" in (slow / "study.log").read_text()
     assert certified.stat().st_mtime_ns == before
