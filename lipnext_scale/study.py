@@ -99,9 +99,10 @@ def table(tasks: list[Task], title: str) -> None:
     for task in tasks:
         if task.run.config.exists() and task.run.certificate.exists():
             groups.setdefault(task.row, []).append(comparison.read_run(task.run.path, task.name))
-        else:
-            why = runner.last_line(task.log) or "not run yet"
-            notes.append(f"{task.name}: no certificate: {why}")
+        elif line := runner.last_line(task.log):
+            notes.append(f"{task.name}: no certificate: {line}")
+    if waiting := [task.name for task in tasks if not task.log.exists()]:
+        notes.append(f"not run yet: {'; '.join(waiting)}")
     if not groups:
         raise RunFailed(f"{study.dir}: no run is certified, so there is no table; {notes[-1]}")
     print("\n".join(comparison.write_tables(Path(study.dir), title, groups, notes)))

@@ -135,7 +135,7 @@ def figures(runs: list[Run]) -> list[Figure]:
     return [
         share_at(0.0, "clean"),
         *map(share_at, sorted(radii)),
-        Figure("K", lambda r: r.of_facts(lambda f: f["lipschitz_bound"]), "{:.6f}".format, min),
+        Figure("K", lambda r: r.of_facts(lambda f: f["lipschitz_bound"]), "{:.6f}".format),
         Figure("steps", lambda run: run.steps, "{:,.0f}".format),
         Figure("training time", lambda run: run.seconds, duration, min),
         Figure("memory (GB)", lambda run: run.memory, "{:.2f}".format, min),
@@ -263,7 +263,8 @@ def curves(groups: Groups, warnings: list[str]) -> Picture:
     ends += [float(key) for facts, _ in found for key in facts["certified_accuracy"]]
     radii, colors = np.linspace(0, 1.05 * max(ends, default=1), 400), matplotlib.colormaps["tab10"]
     figure, axes = new_figure()
-    figure.set_figheight(figure.get_figheight() + 0.2 * len(groups))
+    columns = 2 if max(map(len, groups)) < 20 else 1
+    figure.set_figheight(figure.get_figheight() + 0.2 * len(groups) / columns)
     for number, (name, runs) in enumerate(groups.items()):
         known = [run.certificate for run in runs if run.certificate]
         if not known:
@@ -279,7 +280,7 @@ def curves(groups: Groups, warnings: list[str]) -> Picture:
     axes.set(xlim=(0, radii[-1]), ylim=(0, 103))
     axes.set_title("\n".join(warnings if found else ["no certificates"]), fontsize=9, color=WRONG)
     if found:
-        figure.legend(loc="outside upper left", frameon=False, labelcolor=INK)
+        figure.legend(loc="outside upper left", ncols=columns, frameon=False, labelcolor=INK)
     return figure
 
 
@@ -308,7 +309,7 @@ def _points(axes: Axes, groups: Groups, score: Figure, cost: Figure) -> None:
         if x is not None and y is not None:
             marker, color = MARKERS[number % len(MARKERS)], f"C{number % 10}"
             axes.errorbar(x, y, dy, dx, fmt=marker, color=color, label=_short(name))
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.05 * axes.get_xlim()[1])
 
 
 def _short(name: str) -> str:
