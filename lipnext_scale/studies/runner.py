@@ -137,7 +137,7 @@ SCRIPT = """\
 #!/usr/bin/env bash
 #SBATCH --job-name={name}
 #SBATCH --array={array}
-#SBATCH --output={directory}/slurm-%a.out
+#SBATCH --output="{directory}/slurm-%a.out"
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300

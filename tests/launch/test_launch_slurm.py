@@ -98,7 +98,7 @@ def test_a_study_is_an_array_of_jobs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two rows with equal seconds, each measured by its own job; then their table."""
-    runs, study = directory / "study", directory / "widths.yaml"
+    runs, study = directory / "a study", directory / "widths.yaml"
     facts = {
         "config": "builtin:digits.yaml",
         "dir": str(runs),
