@@ -12,6 +12,7 @@ COMMANDS = {
     "attack": "look for images that a certificate is wrong about",
     "predict": "label image files, each with its certified radius",
     "compare": "compare runs: settings, certificates, curves",
+    "study": "run a grid of settings and seeds, and make one table of it",
     "watch": "watch runs while they train",
     "export": "write a run's weights to a safetensors file",
     "doctor": "check this machine, or all nodes, before a run starts",

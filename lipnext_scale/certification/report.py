@@ -268,7 +268,11 @@ def squeezed(image: np.ndarray) -> np.ndarray:
 def new_figure() -> tuple[Figure, Axes]:
     """Its text is legible in the 350 pixels that a phone has for it."""
     figure = Figure(figsize=(4.8, 3.4), dpi=190, layout="constrained")
-    axes = figure.add_subplot()
+    return figure, quiet(figure.add_subplot())
+
+
+def quiet(axes: Axes) -> Axes:
+    """All but what is plotted is faint."""
     axes.grid(color=LINE, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelcolor=FAINT, color=LINE)
@@ -276,7 +280,7 @@ def new_figure() -> tuple[Figure, Axes]:
     axes.spines[["left", "bottom"]].set_color(LINE)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set_color(FAINT)
-    return figure, axes
+    return axes
 
 
 def add_legend(figure: Figure) -> None:

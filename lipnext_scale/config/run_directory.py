@@ -51,19 +51,22 @@ class RunDirectory:
     def require_free_or_same(self, recipe: Recipe) -> None:
         """The directory is new, or holds this run and no other process continues it."""
         try:
-            there = self.recipe() if self.config.exists() else recipe
-            changed = configuration.differences(there, recipe)
-            changed = {key: pair for key, pair in changed.items() if key not in CHANGEABLE}
-            backbone = {key for key in changed if key.startswith("model.")} - {"model.num_classes"}
-            way = "" if backbone else f", with run.init_from={self.path} to start from its weights,"
-            for key, (old, new) in changed.items():
-                raise UserError(
-                    f"run.dir = {str(self.path)!r}: holds a run with another configuration ({key} "
-                    f"= {old!r} there, {new!r} here); choose another run.dir{way} or remove it"
-                )
+            self.require_new_or_same(recipe)
             self.lock.require_free()
         except OSError as error:
             raise self._not_writable(error) from None
+
+    def require_new_or_same(self, recipe: Recipe) -> None:
+        there = self.recipe() if self.config.exists() else recipe
+        changed = configuration.differences(there, recipe)
+        changed = {key: pair for key, pair in changed.items() if key not in CHANGEABLE}
+        backbone = {key for key in changed if key.startswith("model.")} - {"model.num_classes"}
+        way = "" if backbone else f", with run.init_from={self.path} to start from its weights,"
+        for key, (old, new) in changed.items():
+            raise UserError(
+                f"run.dir = {str(self.path)!r}: holds a run with another configuration ({key} "
+                f"= {old!r} there, {new!r} here); choose another run.dir{way} or remove it"
+            )
 
     def open_for(
         self, recipe: Recipe, checked_shards: list[str], classes: tuple[str, ...] = ()

@@ -47,7 +47,9 @@ class OptimConfig:
     parametrisation: Literal["product", "merged"] = "product"
     # Products of the manifold step. tensor_core: bf16 operands; auto: on CUDA.
     products: Literal["auto", "fp32", "tensor_core"] = changeable("auto")
-    # Steps between polar retractions beside the one at each epoch's end; 0: none.
+    # The polar retraction at each epoch's end (Algorithm 2, lines 20 to 22).
+    retract_each_epoch: bool = True
+    # Steps between other ones; 0: none.
     retract_every: int = 0
     clip_norm: float = 3.0
     epochs: int = 800

@@ -265,7 +265,7 @@ class Trainer:
             self._update(clip, usable)
         self.step += 1
         self.observer.weights_moved(self.non_finite.updates(self.step) if updated else 0)
-        if batch.last_of_epoch:
+        if batch.last_of_epoch and optim.retract_each_epoch:
             self.optimizers.retract()
         return {
             "train/loss": loss,

@@ -264,7 +264,11 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         if len(items) != len(arguments):
             raise ConfigError(key, value, f"must be a list of {len(arguments)} values")
         return tuple(_convert(item, kind, key) for item, kind in zip(items, arguments, strict=True))
-    return _convert_scalar(value, hint, key)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(key, value, "must be a mapping of names to values")
+        return {k: _convert(v, arguments[1], _join(key, str(k))) for k, v in value.items()}
+    return value if hint is Any else _convert_scalar(value, hint, key)
 
 
 _SCALARS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}

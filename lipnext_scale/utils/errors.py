@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
 Arguments = ParamSpec("Arguments")
@@ -60,6 +61,20 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument(
             "overrides", nargs="*", metavar="section.key=value", help="set over the file"
         )
+
+    def add_runs(self, out: str) -> None:
+        """Run directories, and --out, where to write what compares them."""
+        self.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+        self.add_argument(
+            "--out", type=directory, metavar="DIR", default=out, help=f"where to write ({out})"
+        )
+
+
+def directory(text: str) -> Path:
+    """The type of an option that names one, which need not exist."""
+    if (path := Path(text)).is_file():
+        raise argparse.ArgumentTypeError(f"{path}: is a file; must be a directory")
+    return path
 
 
 def positive(text: str) -> int:

@@ -1,8 +1,12 @@
 """The batch scripts in a real Slurm of two nodes: to the end, and warned, requeued and continued.
 
-The headers are the shipped ones: the cluster claims to have the nodes that they ask for.
+The headers are the shipped ones: the cluster claims to have the nodes that they ask for. And a
+study as an array.
 """
 
+import csv
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from itertools import count
@@ -15,6 +19,7 @@ from slurm_cluster import SlurmCluster, slurm_cluster, wait_until, why_not
 from training.small import assert_same, final_state
 
 from lipnext_scale.data.catalog import BUILTIN
+from lipnext_scale.study import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
 SCRIPT = "launch/imagenet_2b.slurm"
@@ -84,3 +89,39 @@ def test_a_warning_requeues_and_no_bit_is_lost(
     assert steps_logged(run) == list(range(1, STEPS + 1))
     assert_same(final_state(run), final_state(undisturbed))
     assert list((directory / "node").rglob("train.tar.gz"))
+
+
+def test_a_study_is_an_array_of_jobs(
+    cluster: SlurmCluster,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two rows with equal seconds, each measured by its own job; then their table."""
+    runs, study = directory / "a study", directory / "widths.yaml"
+    facts = {
+        "config": "builtin:digits.yaml",
+        "dir": str(runs),
+        "settings": {"model.depth": 1, "run.eval_every": 0, "run.watch_every": 0},
+        "grid": {"model.width": [16, 64]},
+        "equal": {"seconds": 0.5},
+        "slurm": ["--cpus-per-task=2"],
+    }
+    study.write_text(json.dumps(facts))
+    monkeypatch.chdir(ROOT)
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, cluster.environment[name])
+    main([str(study), "--slurm"])
+    (job,) = re.fullmatch(r"job (\d+): 2 of 2 runs; .*\n", capsys.readouterr().out).groups()
+    wait_until(lambda: cluster.has_ended(job), "the end", lambda: cluster.report(job), every=0.5)
+    logs = [path.read_text() for path in sorted(runs.glob("slurm-*.out"))]
+    main([str(study), "--table"])
+    with (runs / "table.csv").open(newline="") as file:
+        rows = {row["row"]: row for row in csv.DictReader(file)}
+    assert [*rows] == ["width=16", "width=64"], logs
+    for row in rows:
+        seconds = json.loads((runs / row / "timing.json").read_bytes())["seconds_per_epoch"]
+        epochs = max(1, round(0.5 / seconds))
+        assert float(rows[row]["steps"]) == 22 * epochs
+        assert f"{row} {epochs}" in (runs / "table.md").read_text()
+        assert not list((runs / row).glob("timing_*"))

@@ -23,8 +23,9 @@ LAYERS = [
     "training",
     "planning",
     "checks",
+    "studies",
 ]
-COMMANDS = ["train", "certify", "attack", "predict", "compare", "export"]
+COMMANDS = ["train", "certify", "attack", "predict", "compare", "study", "export"]
 COMMANDS += ["doctor", "plan", "bench", "watch", "cli"]
 
 

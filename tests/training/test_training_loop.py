@@ -28,6 +28,15 @@ def test_the_loss_falls_and_the_matrices_stay_orthogonal(tmp_path):
         assert orthogonality_error(group.bank.detach()).max() < 1e-5
 
 
+@pytest.mark.parametrize("each_epoch, retracted", [("true", [3, 6]), ("false", [])])
+def test_matrices_are_retracted_after_each_epoch_or_never(tmp_path, each_epoch, retracted):
+    settings = ["optim.epochs=2", f"optim.retract_each_epoch={each_epoch}"]
+    trainer, steps = Trainer(small_recipe(tmp_path / "run", *settings)), []
+    trainer.optimizers.retract = lambda: steps.append(trainer.step)
+    trainer.run()
+    assert steps == retracted
+
+
 @pytest.mark.parametrize(
     "loss, parametrisation",
     [

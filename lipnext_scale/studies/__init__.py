@@ -1,0 +1,1 @@
+"""Studies: many runs as one experiment, and what compares runs that exist."""
