@@ -131,6 +131,7 @@ MISTAKES = [
     (["--gpu", "h200"], "--gpu = 'h200': must be one of h100, a100, b200, rtx4090, cpu"),
     (["--nodes", "0"], "argument --nodes: 0 must be a whole number from 1"),
     (["--gpus-per-node", "3"], "data.batch_size = 256: must be a multiple of 3 process"),
+    (["--scaling", "none/x.png"], "--scaling = 'none/x.png': none must be a directory"),
     (["--rates", "none.json"], "--rates = 'none.json': must be a file that"),
     (["model.widht=64"], "model.widht = 64: unknown key; did you mean model.width"),
 ]
