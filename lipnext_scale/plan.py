@@ -54,6 +54,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--scaling", type=Path, metavar="PNG", help="draw 1 to 1,024 GPUs")
     parser.add_argument("--operators", metavar="PHASE", help="list a phase: forward, manifold, …")
     arguments = parser.parse_intermixed_args(argv)
+    for option, path in (("json", arguments.json), ("scaling", arguments.scaling)):
+        if path and not path.parent.is_dir():
+            raise UserError(f"--{option} = '{path}': {path.parent} must be a directory")
     device = read_device(arguments.gpu, arguments.rates)
     recipe = load_recipe(arguments.config, arguments.overrides)
     walk = Walk(
@@ -172,7 +175,11 @@ def _figures(found: Prediction, checkpoint: int, price: float) -> Iterator[tuple
     for row in found.walked.rows["step"]:
         flops[row.precision] += row.flops
     yield "TFLOP of a step", ", ".join(f"{v / 1e12:.3g} {k}" for k, v in flops.items() if v)
-    yield "step", f"{1e3 * times.step:.1f} ms, {1e3 * times.exposed:.1f} of it exposed collectives"
+    sending = f"collectives take {1e3 * sum(times.sending.values()):.1f}"
+    yield (
+        "step",
+        f"{1e3 * times.step:.1f} ms; {sending}, of which {1e3 * times.exposed:.1f} exposed",
+    )
     yield "images/s", f"{found.images_per_second:,.0f}"
     yield "MFU", f"{found.mfu:.1%} of the data sheet's {recipe.parallel.precision}"
     minutes = f"{found.epoch / 60:.2f} ({found.steps_per_epoch:,} steps; retraction "

@@ -59,8 +59,8 @@ def test_a_page_and_its_figures(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_every_shipped_configuration_has_a_plan():
-    """In their own widths; four blocks are enough to come by every operator."""
-    walks = [Walk(str(path), ["model.depth=4"], what=CHAIN) for path in CONFIGS]
+    """In their own widths; two blocks are enough to come by every operator."""
+    walks = [Walk(str(path), ["model.depth=2"], what=CHAIN) for path in CONFIGS]
     for walk, walked in zip(walks, walk_all(walks), strict=True):
         assert isinstance(walked, Walked), (walk.config, walked)
         found = Prediction(walk, walked, read_device("h100"))
@@ -81,6 +81,9 @@ def test_two_billion_parameters_on_1024_gpus_take_seconds():
     assert after.ru_maxrss * 1024 < 4e9
 
 
+REFUSED = ["refused: parallel.shard_size = 3", "refused: parallel.offload_optimizer = True: cannot"]
+
+
 @pytest.mark.slow
 def test_variants_with_the_best_marked_and_the_others_reasons(monkeypatch, capsys):
     def some(walk: Walk, recipe: Recipe) -> dict[str, Walk]:
@@ -89,27 +92,29 @@ def test_variants_with_the_best_marked_and_the_others_reasons(monkeypatch, capsy
         assert 10 <= len(found) <= 18
         slow = replace(walk, settings=[*walk.settings, "data.batch_size=131072"], what=CHAIN)
         odd = replace(walk, settings=[*walk.settings, "parallel.shard_size=3"], what=CHAIN)
+        host = [*walk.settings, "parallel.engine=deepspeed", "parallel.offload_optimizer=true"]
         row = "weight_layout=row"
-        return {"base": found["as configured"], row: found[row], "large": slow, "odd": odd}
+        return {"base": found["as configured"], row: found[row], "large": slow, "odd": odd} | {
+            "offload": replace(walk, settings=host)
+        }
 
     monkeypatch.setattr(plan, "variants", some)
     main(["--config", ONE, "--compare", "--nodes", "2", "--gpus-per-node", "2", *SMALL])
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("  * ") for line in lines) == 1
-    assert (
-        "memory full: there is 84.8 GB" in lines[4] and "refused: parallel.shard_size" in lines[5]
-    )
+    for line, reason in zip(lines[4:], ("memory full: there is 84.8 GB", *REFUSED), strict=False):
+        assert reason in line
 
 
 @pytest.mark.slow
 def test_the_picture_of_scaling(tmp_path, monkeypatch):
-    monkeypatch.setattr(scaling, "MOST", 8)
-    layout = ["--nodes", "2", "--gpus-per-node", "2", *SMALL, "data.batch_size=4"]
+    monkeypatch.setattr(scaling, "MOST", 4)
+    layout = ["--nodes", "2", "--gpus-per-node", "1", *SMALL, "data.batch_size=2"]
     main(["--config", ONE, "--scaling", str(tmp_path / "scaling.png"), *layout])
     rows = list(csv.DictReader((tmp_path / "scaling.csv").open()))
     batches = {(r["kind"], r["gpus"]): r["batch"] for r in rows}
-    assert [batches["strong", n] for n in "1248"] == ["4", "4", "4", "8"]
-    assert [batches["weak", n] for n in "1248"] == ["1", "2", "4", "8"]
+    assert [batches["strong", n] for n in "124"] == ["2", "2", "4"]
+    assert [batches["weak", n] for n in "124"] == ["1", "2", "4"]
     assert rows[-2]["limit"].endswith("too few images a GPU") and "too" not in rows[-1]["limit"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
@@ -126,11 +131,8 @@ MISTAKES = [
     (["--gpu", "h200"], "--gpu = 'h200': must be one of h100, a100, b200, rtx4090, cpu"),
     (["--nodes", "0"], "argument --nodes: 0 must be a whole number from 1"),
     (["--gpus-per-node", "3"], "data.batch_size = 256: must be a multiple of 3 process"),
+    (["--scaling", "none/x.png"], "--scaling = 'none/x.png': none must be a directory"),
     (["--rates", "none.json"], "--rates = 'none.json': must be a file that"),
-    (
-        ["parallel.engine=deepspeed", "parallel.offload_optimizer=true"],
-        "parallel.offload_optimizer = True: cannot be planned",
-    ),
     (["model.widht=64"], "model.widht = 64: unknown key; did you mean model.width"),
 ]
 
