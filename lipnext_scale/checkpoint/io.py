@@ -184,7 +184,15 @@ class _MetadataUnpickler(pickle.Unpickler):
             return {"torch.strided": torch.strided}.__getitem__
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle an enum
+            return _memory_format
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not data")
+
+
+def _memory_format(kind: Any, name: str) -> Any:
+    if kind is not metadata._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it holds {name!r} of {kind!r}, which is not data")
+    return kind[name]
 
 
 def _require_own_files(found: Any) -> None:

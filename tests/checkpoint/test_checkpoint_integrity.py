@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_parts import message_of, sample_shards
 from gloo import run_processes
+from torch.distributed.checkpoint import metadata
 
 from lipnext_scale.checkpoint import (
     CheckpointWriter,
@@ -222,3 +223,17 @@ def test_metadata_that_is_not_sound_is_refused(copy, change):
     change(metadata, next(iter(metadata.storage_data.values())))
     (copy / ".metadata").write_bytes(pickle.dumps(metadata))
     assert ": is not a readable checkpoint: " in message_of(load_shards, copy, sample_shards(1))
+
+
+def test_an_enum_as_python_3_11_2_pickles_it(copy, monkeypatch):
+    """By getattr, of which no other use is accepted."""
+    kind, shapes = metadata._MEM_FORMAT_ENCODING, stored_shapes(copy)
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda self, _: (getattr, (kind, self.name)))
+    content = pickle.dumps(read_metadata(copy))
+    assert b"getattr" in content
+    (copy / ".metadata").write_bytes(content)
+    reseal(copy)
+    assert stored_shapes(copy) == shapes
+    (copy / ".metadata").write_bytes(pickle.dumps(Evil(getattr, metadata.Metadata, "__init__")))
+    reseal(copy)
+    assert "it holds '__init__' of" in message_of(stored_shapes, copy)
