@@ -15,7 +15,9 @@ def test_a_sound_run_passes_and_nothing_is_written(tmp_path: Path, ranks: str) -
     config = str(prepare(tmp_path))
     before = contents(tmp_path)
     outcome = run_train("--config", config, "--check", "--ranks", ranks, "run.device=cpu")
-    assert (outcome.code, outcome.out) == (0, f"run.dir: {tmp_path}/run\nok\n")
+    memory, *rest = outcome.out.splitlines()
+    assert (outcome.code, rest) == (0, [f"run.dir: {tmp_path}/run", "ok"])
+    assert memory.startswith(f"ok     memory of the run: each of {ranks} process")
     assert outcome.err == ""
     assert contents(tmp_path) == before
 
