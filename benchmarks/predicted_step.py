@@ -168,11 +168,11 @@ def main() -> None:
         for name in CONFIGURATIONS
     )
     runs, cases = [Run(name) for name in CONFIGURATIONS], rates_of.all_cases()
-    best: dict[str, rates_of.Best] = {name: {} for name in CLOCKS}
+    times: dict[str, rates_of.Times] = {name: {} for name in CLOCKS}
     began, before = time.perf_counter(), usage()
     while time.perf_counter() - began < arguments.seconds:
         for name, clock in CLOCKS.items():
-            rates_of.time_once(cases, best[name], clock)
+            measure_rates(cases, times[name], clock, always=name == "cpu")
         for run in runs:
             if not run.done("wall"):
                 run.turn()
@@ -180,7 +180,21 @@ def main() -> None:
             break
     print(f"{machine()}; others took {others_share(before):.0%} of the machine\n")
     for name in CLOCKS:
-        print_table(name, runs, walks, rates_of.figures(cases, best[name]))
+        if times[name]:  # else never quiet
+            print_table(name, runs, walks, rates_of.figures(cases, times[name]))
+
+
+def measure_rates(
+    cases: list[rates_of.Case], times: rates_of.Times, clock: rates_of.Clock, always: bool
+) -> None:
+    """As in `turn`, all or only what is measured while others rest."""
+    fresh: rates_of.Times = {}
+    before = usage()
+    rates_of.time_once(cases, fresh, clock)
+    if always or others_share(before) < 0.1:
+        for index, found in fresh.items():
+            for all_times, new in zip(times.setdefault(index, ([], [])), found, strict=True):
+                all_times += new
 
 
 def print_table(clock: str, runs: list[Run], walks: list[Any], rates: Rates) -> None:

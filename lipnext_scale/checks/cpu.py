@@ -1,8 +1,8 @@
 """`bench cpu`: how long this CPU takes for products and passes, by size.
 
 What a step does between its products is measured by class, with operators of the step itself. All
-are measured in turn, again and again, and the shortest time of each counts: other processes may
-work now and then. Half of it with cold caches: of what a step's operator reads, the one before it
+are measured in turn, again and again, and the median of each counts, as steps will meet the machine
+in no better state. Half of it with cold caches: of what a step's operator reads, the one before it
 has written a part. Under torchrun all ranks measure at the same time, as they work in a run.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ STACK = 4 << 20  # bytes, as the chunks of the manifold step
 SIZES = tuple(1 << shift for shift in (12, 16, 18, 20, 22, 24, 26))  # bytes of a tensor
 CACHES = 1 << 26  # bytes that leave nothing else in them
 Case = tuple[str, str, float, float, Callable[[], Any]]  # group, name, x, FLOPs, action
-Best = dict[int, list[float]]  # seconds of each case, with cold and with warm caches
+Times = dict[int, tuple[list[float], list[float]]]  # of each case, with cold and warm caches
 Clock = Callable[[], float]
 Figures = dict[str, Any]
 
@@ -41,21 +42,21 @@ def measure() -> tuple[Figures, Processes]:
     keep_freed_memory()
     processes = Processes("cpu", alone=True)
     cases, end = all_cases(processes.world_size), time.perf_counter() + SECONDS
-    best: Best = {}
-    while not best or processes.sum(torch.tensor(time.perf_counter() < end)) > 0:
-        time_once(cases, best)
+    times: Times = {}
+    while not times or processes.sum(torch.tensor(time.perf_counter() < end)) > 0:
+        time_once(cases, times)
     found = {"device": cpu_name(), "torch": torch.__version__, "ranks": processes.world_size}
-    return found | {"threads": torch.get_num_threads()} | figures(cases, best), processes
+    return found | {"threads": torch.get_num_threads()} | figures(cases, times), processes
 
 
 def all_cases(ranks: int = 1) -> list[Case]:
     return [*products(), *passes(), *collectives(ranks), loss()]
 
 
-def figures(cases: list[Case], best: Best) -> Figures:
+def figures(cases: list[Case], times: Times) -> Figures:
     found: Figures = {"products": {}, "passes": {}, "collectives": {}, "host": {}}
     for index, (group, name, x, flops, _) in enumerate(cases):
-        seconds = sum(best[index]) / 2
+        seconds = sum(map(median, times[index])) / 2
         y = flops / seconds if group == "products" else seconds
         found[group].setdefault(name, []).append([x, float(f"{y:.4g}")])
     for curve in (*found["passes"].values(), *found["collectives"].values()):
@@ -72,16 +73,15 @@ def cpu_name() -> str:
     return found[1] if found else platform.machine()
 
 
-def time_once(cases: list[Case], best: Best, clock: Clock = time.perf_counter) -> None:
-    """Every action with cold and with warm caches; the shortest times stay in `best`."""
+def time_once(cases: list[Case], times: Times, clock: Clock = time.perf_counter) -> None:
+    """Every action with cold and with warm caches."""
     other = torch.zeros(CACHES // 4)
     for index, (*_, action) in enumerate(cases):
-        times = best.setdefault(index, [float("inf")] * 2)
         other.add_(1)
-        for warm in (0, 1):
+        for found in times.setdefault(index, ([], [])):
             began = clock()
             action()
-            times[warm] = min(times[warm], clock() - began)
+            found.append(clock() - began)
 
 
 def products() -> Iterator[Case]:
