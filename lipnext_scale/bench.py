@@ -1,29 +1,32 @@
-"""Measure how fast this machine feeds a run, and how fast its GPU or CPU takes a step.
+"""Measure how fast this machine feeds a run and takes a step, and what layers cost.
 
     python -m lipnext_scale.bench data --config configs/imagenet_1b.yaml [section.key=value ...]
     python -m lipnext_scale.bench gpu --config configs/imagenet_1b.yaml --ranks 8 --out gpu.json
     python -m lipnext_scale.bench cpu --out cpu.json
+    python -m lipnext_scale.bench layers [--widths 64,1024] --out layers.csv
 
 data: opens the run's data and hands out batches of one rank without training on them: images/s in
 all and of every stage, against decoding alone with as many processes.
-gpu, cpu: see checks/gpu.py and checks/cpu.py; also under torchrun.
+gpu, cpu, layers: see checks/gpu.py, cpu.py, layers.py; the first two also under torchrun.
 """
 
 import lipnext_scale.utils.passive  # noqa: F401
 
+import csv
 import json
 import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
+import torch
 
-from lipnext_scale.checks import cpu, gpu
+from lipnext_scale.checks import cpu, gpu, layers
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.data import DataSets, StreamLoader
 from lipnext_scale.data.augment import augment, draw_params
@@ -39,17 +42,23 @@ _HELD = 512  # encoded images that bare decoding goes through again and again
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="lipnext_scale.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", choices=["data", "gpu", "cpu"], help="what is measured")
+    parser.add_argument("what", nargs="?", choices=["data", "gpu", "cpu", "layers"])
     parser.add_configuration()
     parser.add_argument("--seconds", type=float, default=10.0, help="data: each measurement (10)")
     parser.add_argument("--ranks", type=positive, default=1, help="measure one rank of so many")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="gpu (cuda)")
-    parser.add_argument("--out", help="the file of rates (gpu.json, cpu.json)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="gpu, layers")
+    parser.add_argument("--out", help="the file of rates (gpu.json, cpu.json, layers.csv)")
     parser.add_argument("--predicted", help="gpu: times to compare with, of `plan --json`")
+    parser.add_argument("--widths", type=lambda w: [*map(positive, w.split(","))], help="layers")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.what is None or arguments.what != "cpu" and arguments.config is None:
-        parser.error("give `cpu`, or `data` or `gpu` and --config")
-    out = Path(arguments.out or f"{arguments.what}.json")
+    if arguments.what is None or arguments.what in ("data", "gpu") and arguments.config is None:
+        parser.error("give `cpu` or `layers`, or `data` or `gpu` and --config")
+    kind = "csv" if arguments.what == "layers" else "json"
+    out = Path(arguments.out or f"{arguments.what}.{kind}")
+    if not out.parent.is_dir():
+        parser.error(f"argument --out: {out}: there is no folder {out.parent}")
+    if arguments.what == "layers":
+        return measure_layers(arguments.widths or layers.WIDTHS, arguments.device, out)
     if arguments.what == "cpu":
         return measure_cpu(out)
     if arguments.seconds <= 0:
@@ -82,6 +91,16 @@ def measure_cpu(out: Path) -> None:
         print_table({k: v for k, v in rates.items() if not isinstance(v, dict)} | {"rates": out})
         out.write_text(json.dumps(rates, indent=1) + "\n", encoding="utf-8")
     processes.close()
+
+
+def measure_layers(widths: list[int], device: str, out: Path) -> None:
+    here = torch.device(device if torch.cuda.is_available() else "cpu")
+    rows: list[Any] = []
+    for row in chain([layers.COLUMNS], layers.measure(widths, here)):
+        print("".join(f"  {value:>9}" for value in row), flush=True)
+        rows.append(row)
+    with out.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
 
 
 def measure_data(recipe: Recipe, ranks: int, seconds: float) -> None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lipnext_scale.checks.layers import allocated_by
 from lipnext_scale.config.recipe import load_recipe
 from lipnext_scale.data import evaluation as datasets
 from lipnext_scale.training.trainer import Trainer
@@ -131,25 +131,6 @@ def calls(counted: Counted) -> dict[str, int]:
     return {name: collective.calls for name, collective in counted.items()}
 
 
-def allocated_by(region: Callable[[], Any]) -> tuple[int, int, Any]:
-    """(bytes of CPU tensors that a region left, the most it had at a time, its result).
-
-    The allocator itself reports to the profiler, so views, temporaries and what C++ code keeps are
-    all in it, each once. But it reports of this thread alone: a buffer that one of gloo's threads
-    frees last seems to be left. Where there are collectives, see `usually_left`.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = region()
-    assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    now = peak = 0
-    for _, change in changes:
-        now += change
-        peak = max(peak, now)
-    return now, peak, result
-
-
 def bytes_of_whole_gradients(model: nn.Module) -> int:
     """What FSDP2 keeps of gradients that it has not reduced, wherever it keeps it."""
     found = 0
@@ -167,8 +148,9 @@ def bytes_of_whole_gradients(model: nn.Module) -> int:
 def usually_left(region: Callable[[], Any], undo: Callable[[Any], None], times: int = 7) -> int:
     """Bytes that a region leaves until its result is undone: the median.
 
-    It is repeated, for one time in ten a buffer seems to be left that is not (`allocated_by`), and
-    on a busy machine, more rarely, one of the time before is freed only now and is subtracted.
+    It is repeated: `allocated_by` sees one thread, so one time in ten a buffer that one of gloo's
+    threads frees last seems to be left; more rarely, on a busy machine, one of the time before is
+    freed only now and is subtracted.
     """
     found = []
     for _ in range(times):
