@@ -1,4 +1,4 @@
-"""A training step on several processes: layouts against each other, with what they send and hold.
+"""A training step on several processes: layouts against each other, with what they hold.
 
     python -m benchmarks.sharded_step [--ranks 4] [--width 512] [--depth 8] [--rounds 9]
 
@@ -22,7 +22,6 @@ import torch.multiprocessing as multiprocessing
 from benchmarks.memory import training_memory
 from benchmarks.timing import machine, print_rows
 from lipnext_scale.distributed import Engine, ParallelConfig, build_engine
-from lipnext_scale.distributed.estimate import estimate
 from lipnext_scale.losses import class_distances, emma_loss
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.optim import OptimConfig
@@ -83,14 +82,11 @@ def slowest(own: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def describe(name: str, variant: Variant) -> str:
-    """A row of the table: MB sent in a step by `plan`'s estimate, MB held."""
-    engine, model = variant.engine, variant.engine.model.config
-    sent = estimate(engine, engine.place(model), variant.optimizers.config).sent / 1e6
-    held = training_memory(engine, variant.optimizers).total / 1e6
+    """A row of the table: MB held by the rank that holds most."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (sent, held))
-    columns = [max(column) for column in zip(*everyone, strict=True)]
-    return f"  {name:<26}" + "".join(f"{value:14.2f}" for value in columns)
+    held = training_memory(variant.engine, variant.optimizers).total / 1e6
+    dist.all_gather_object(everyone, held)
+    return f"  {name:<26}{max(everyone):14.2f}"
 
 
 def rank_main(rank: int, ranks: int, store: str, model: LipNeXtConfig, rounds: int) -> None:
@@ -115,8 +111,7 @@ def rank_main(rank: int, ranks: int, store: str, model: LipNeXtConfig, rounds: i
     say("\nboth")
     if rank == 0:
         print_rows(both, "fsdp bank")
-    say("\nlargest rank: MB sent in a step, MB of parameters, gradients and state")
-    say(f"  {'':<26}{'sent':>14}{'held':>14}")
+    say("\nlargest rank: MB of parameters, gradients and state; `plan --gpu cpu` has what is sent")
     for name, variant in variants.items():
         say(describe(name, variant))
     dist.barrier()
