@@ -1,8 +1,8 @@
 """3×3 convolutions of the token grid in place of shift and product (`model.kernel_size: 3`).
 
-(A·x)[p] = Σ_s A_s·x[p - s], circular, with a C×C matrix A_s for each offset s. In the Fourier domain
-it is one product for each frequency f, with Â(f) = Σ_s A_s·exp(-2πi·f·s/n), and the transpose of A
-is Â(f)ᴴ there: families that are made of a matrix are made of each Â(f) (Trockman & Kolter).
+(A·x)[p] = Σ_s A_s·x[p - s], circular, with a C×C matrix A_s for each offset s. In the Fourier
+domain it is one product for each frequency f, with Â(f) = Σ_s A_s·exp(-2πi·f·s/n), and Aᵀ is Â(f)ᴴ:
+families that are made of a matrix are made of each Â(f) (Trockman & Kolter, ICLR 2021).
 Kernels are [..., C, C, k, k] with the offset 0 at k//2, spectra [..., n, n//2 + 1, C, C]: the other
 frequencies are conjugates.
 """
@@ -103,8 +103,11 @@ def phases(size: int, side: int, device: torch.device) -> Tensor:
 def spectrum(kernel: Tensor, side: int) -> Tensor:
     """Â(f), [..., n, n//2 + 1, C, C]."""
     factors = phases(kernel.shape[-1], side, kernel.device)
-    factors = factors.to(torch.complex128 if kernel.dtype == torch.float64 else torch.complex64)
-    return torch.einsum("...oiab,hwab->...hwoi", kernel.to(factors.dtype), factors)
+    parts = [
+        torch.einsum("...oiab,hwab->...hwoi", kernel, part.to(kernel.dtype))
+        for part in (factors.real, factors.imag)
+    ]
+    return torch.complex(*parts)
 
 
 def gram_row_sums(kernel: Tensor, ratios: Tensor | float = 1.0) -> Tensor:

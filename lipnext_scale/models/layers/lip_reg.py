@@ -36,4 +36,6 @@ def initial(width: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"A": 0.05 * gaussian(generator, 2, width, width) / width**0.5}
 
 
-LIP_REG = Linear(lambda width: {"A": (width, width)}, initial, made, lambda made: norm(made["matrix"]))
+LIP_REG = Linear(
+    lambda width: {"A": (width, width)}, initial, made, lambda made: norm(made["matrix"])
+)
