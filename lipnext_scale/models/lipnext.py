@@ -263,8 +263,8 @@ class LipNeXtConfig:
 
     @property
     def bank_parameters(self) -> int:
-        """2·L·W²: the parameters in orthogonal matrices, the paper's count."""
-        return 2 * self.depth * self.width**2
+        """2·L·W²: the parameters in orthogonal matrices, the paper's count; or those in kernels."""
+        return 2 * self.depth * self.width**2 * self.kernel_size**2
 
 
 _CHOICES = {

@@ -73,8 +73,10 @@ def convolve(x: Tensor, kernel: Tensor) -> Tensor:
     middle = kernel.shape[-1] // 2
     columns = torch.cat([x.roll(j - middle, 2) for j in range(kernel.shape[-1])], dim=-1)
     rows = kernel.permute(2, 0, 3, 1).flatten(2)  # [k, C, k·C]
-    parts = [F.linear(columns, row).roll(i - middle, 1) for i, row in enumerate(rows.unbind(0))]
-    return sum(parts[1:], start=parts[0])
+    result = F.linear(columns, rows[0]).roll(-middle, 1)
+    for i in range(1, len(rows)):
+        result = result + F.linear(columns, rows[i]).roll(i - middle, 1)
+    return result
 
 
 def convolve_spectrum(x: Tensor, spectrum: Tensor) -> Tensor:
