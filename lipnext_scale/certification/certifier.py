@@ -122,7 +122,9 @@ def mixer_bound(weight: Tensor, side: int) -> float:
 
 def absolute_norm(weight: Tensor) -> float:
     """Of a kernel Σ_s ‖A_s‖_F, a bound of the norm of Σ_s |A_s|·|x[p - s]|; of a matrix ‖A‖_F."""
-    taps = [weight] if weight.dim() == 2 else weight.flatten(2).unbind(-1)
+    if weight.dim() == 2:
+        return frobenius_above(weight)
+    taps = weight.flatten(2).unbind(-1)
     return above(sum(map(frobenius_above, taps)) * (1 + gamma(len(taps))))
 
 

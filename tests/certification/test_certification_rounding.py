@@ -176,7 +176,7 @@ WORST_GATED = {
     "inner bias": ("cpl", 1, 16, 4, 4, 1e6, 0.0),
     "bias": ("cpl", 1, 1, 4, 1, 0.0, 1e6),
     "difference": ("cpl", 4, 1, 1, 1, 0.0, 0.0),
-    "kernels": ("cpl", 2, 8, 8, 2, 0.0, 0.0),
+    "kernels": ("cpl", 2, 4, 8, 2, 0.0, 0.0),
     "kernels, inner bias": ("cpl", 1, 4, 8, 2, 1e6, 0.0),
     "sandwich": ("sandwich", 2, 64, 8, 8, 0.0, 0.0),
     "sandwich, inner bias": ("sandwich", 1, 16, 4, 4, 1e6, 0.0),
