@@ -11,6 +11,7 @@ from test_layers_runs import recipe
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from lipnext_scale import plan
 from lipnext_scale.attacks import Attacker, AttackSettings, hunt
 from lipnext_scale.certification import Certifier
 from lipnext_scale.certification.certifier import convolution_bound, measure_blocks
@@ -201,3 +202,10 @@ REFUSED = {
 def test_what_has_no_convolution_is_refused(message: str, tmp_path) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe(tmp_path, *REFUSED[message])
+
+
+@pytest.mark.slow
+def test_a_plan_counts_complex_products(capsys) -> None:
+    settings = "model.layer=bro model.kernel_size=3 model.depth=1 model.width=64".split()
+    plan.main(["--config", "builtin:digits.yaml", *settings])
+    assert "73,728 parameters of matrices" in capsys.readouterr().out  # 2·64²·9
