@@ -107,10 +107,11 @@ def convolution_bound(kernel: Tensor, side: int) -> float:
     It is the largest ‖Â(f)‖₂; a complex X + iY has the norm of [[X, -Y], [Y, X]]. Of k² products
     with rounded factors, both parts of each entry of Â(f) lose at most (γ + TWIDDLE)·Σ_s|A_s|.
     """
-    matrices = spectrum(kernel.detach().double(), side).flatten(0, 1)
-    upper = torch.cat([matrices.real, -matrices.imag], dim=-1)
-    lower = torch.cat([matrices.imag, matrices.real], dim=-1)
-    norms = [norm_bound(matrix) for matrix in torch.cat([upper, lower], dim=-2)]
+    norms = []
+    for matrix in spectrum(kernel.detach().double(), side).flatten(0, 1):
+        upper = torch.cat([matrix.real, -matrix.imag], dim=1)
+        lower = torch.cat([matrix.imag, matrix.real], dim=1)
+        norms.append(norm_bound(torch.cat([upper, lower])))
     largest = torch.tensor(norms, dtype=torch.float64).max().item()  # NaN where one is
     return above(largest + 2 * (gamma(kernel[0, 0].numel()) + TWIDDLE) * absolute_norm(kernel))
 

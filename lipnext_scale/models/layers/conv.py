@@ -32,15 +32,15 @@ SIZE = 3
 LARGEST_GRID = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Convolution(Family):
     """Of a grid of side × side tokens; `made` has a kernel, a spectrum, or Q and c (see `Gated`).
 
     dense: the family of 1×1 that it generalises. size: of the stored kernel.
     """
 
-    dense: Family = AOL
-    side: int = 1
+    dense: Family
+    side: int
     size: int = SIZE
 
     def made_shapes(self, width: int) -> Shapes:
@@ -127,27 +127,29 @@ def gram_row_sums(kernel: Tensor, ratios: Tensor | float = 1.0) -> Tensor:
 # The families. What is not an orthogonal matrix of each Â(f) keeps a 3×3 kernel.
 
 
-def initial(dense: Family) -> Callable[[int, torch.Generator], dict[str, Tensor]]:
-    """The dense family's at the offset 0, and 0 around it: a 1×1 convolution."""
+def of_dense(
+    dense: Family,
+    side: int,
+    made: Callable[[Parameters], dict[str, Tensor]],
+    norm: Callable[[Parameters], Tensor] | None = None,
+    size: int = SIZE,
+) -> Convolution:
+    """With kernels for its matrices. They start as these at the offset 0, and 0 around them."""
 
-    def values(width: int, generator: torch.Generator) -> dict[str, Tensor]:
+    def shapes(width: int) -> Shapes:
+        return {
+            name: (*shape, SIZE, SIZE) if len(shape) > 1 else shape
+            for name, shape in dense.shapes(width).items()
+        }
+
+    def initial(width: int, generator: torch.Generator) -> dict[str, Tensor]:
         around = (SIZE // 2,) * 4
         return {
             name: F.pad(value[..., None, None], around) if value.dim() > 2 else value
             for name, value in dense.initial(width, generator).items()
         }
 
-    return values
-
-
-def shapes(dense: Family) -> Callable[[int], Shapes]:
-    def kernels(width: int) -> Shapes:
-        return {
-            name: (*shape, SIZE, SIZE) if len(shape) > 1 else shape
-            for name, shape in dense.shapes(width).items()
-        }
-
-    return kernels
+    return Convolution(shapes, initial, made, norm, dense=dense, side=side, size=size)
 
 
 def orthogonal(dense: Family, side: int) -> Convolution:
@@ -156,7 +158,7 @@ def orthogonal(dense: Family, side: int) -> Convolution:
     def made(free: Parameters) -> dict[str, Tensor]:
         return {"spectrum": dense.made({n: spectrum(t, side) for n, t in free.items()})["matrix"]}
 
-    return Convolution(shapes(dense), initial(dense), made, None, dense, side, side)
+    return of_dense(dense, side, made, size=side)
 
 
 def largest(kernel: Tensor) -> Tensor:
@@ -169,7 +171,7 @@ def aol(side: int) -> Convolution:
         a = free["A"] / largest(free["A"])[..., None, None, None]
         return {"kernel": a / gram_row_sums(a).sqrt()[..., None, :, None, None]}
 
-    return Convolution(shapes(AOL), initial(AOL), made, None, AOL, side)
+    return of_dense(AOL, side, made)
 
 
 def cpl(side: int) -> Convolution:
@@ -181,7 +183,7 @@ def cpl(side: int) -> Convolution:
         norm = gram_norm(spectrum(a, side)).amax((-4, -3)).squeeze(-1).clamp_min(1)
         return {"Q": a / norm[..., None, None, None], "c": free["b"] / (scale * norm)}
 
-    return Convolution(shapes(CPL), initial(CPL), made, None, CPL, side)
+    return of_dense(CPL, side, made)
 
 
 def sll(side: int) -> Convolution:
@@ -191,7 +193,7 @@ def sll(side: int) -> Convolution:
         root = gram_row_sums(a, (q[..., None, :] - q[..., :, None]).exp()).sqrt()
         return {"Q": transposed(a) / root[..., None, None, None], "c": free["b"] / (scale * root)}
 
-    return Convolution(shapes(SLL), initial(SLL), made, None, SLL, side)
+    return of_dense(SLL, side, made)
 
 
 def regularised(side: int) -> Convolution:
@@ -205,7 +207,7 @@ def regularised(side: int) -> Convolution:
     def norm(made: Parameters) -> Tensor:
         return lip_reg.norm(spectrum(made["kernel"], side)).amax((-4, -3))
 
-    return Convolution(shapes(LIP_REG), initial(LIP_REG), made, norm, LIP_REG, side)
+    return of_dense(LIP_REG, side, made, norm)
 
 
 ORTHOGONAL: dict[str, Family] = {"cayley": CAYLEY, "exp": EXP, "lot": LOT, "bro": BRO}
