@@ -39,6 +39,7 @@ MAX_ITERATIONS = 7
 ANY_ITERATIONS = 24  # for a whole norm, not a deviation
 # Tightening a factor of K by half of this would not show in a radius.
 GOOD_ENOUGH = 1e-6
+SMALLEST = 1e-300  # K of zeros: radii have it as a divisor
 
 
 @torch.no_grad()
@@ -117,8 +118,9 @@ def convolution_bound(kernel: Tensor, side: int) -> float:
 
 
 def mixer_bound(weight: Tensor, side: int) -> float:
-    """Of a matrix or of a kernel."""
-    return norm_bound(weight) if weight.dim() == 2 else convolution_bound(weight, side)
+    """Of a matrix or of a kernel. A machine that flushes subnormal numbers sees 0 for some."""
+    bound = norm_bound(weight) if weight.dim() == 2 else convolution_bound(weight, side)
+    return bound + weight.numel() * torch.finfo(weight.dtype).smallest_normal
 
 
 def absolute_norm(weight: Tensor) -> float:
@@ -267,7 +269,7 @@ def network_bound(blocks: Iterable[BlockFacts]) -> float:
         raise UserError(
             "the weights are so large that their norm overflows; nothing can be certified"
         )
-    return bound
+    return max(bound, SMALLEST)
 
 
 def lipschitz_bound(model: LipNeXt) -> float:

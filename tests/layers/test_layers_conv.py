@@ -177,6 +177,18 @@ def test_every_convolution_learns_and_keeps_its_certificate(layer: str, tmp_path
     assert beyond.changed.double().mean() > 0.5
 
 
+@pytest.mark.parametrize("kernel_size", [1, 3])
+def test_a_network_of_zeros_has_a_radius(kernel_size: int) -> None:
+    """Its features are 0 whatever the image is: the bias of the head decides."""
+    model = freeze(LipNeXt(dataclasses.replace(TINY, layer="aol", kernel_size=kernel_size), 0))
+    with torch.no_grad():
+        for parameter in model.groups.parameters():
+            parameter.zero_()
+        model.head.bias.copy_(torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    labels, radii = Certifier(model)(images())
+    assert (labels == 1).all() and (radii > 1e3).all()
+
+
 REFUSED = {
     r"model\.kernel_size = 2: must be 1 or 3": ["model.layer=aol", "model.kernel_size=2"],
     r"model\.kernel_size = 3: must be 1 for layer 'sandwich'; 3 needs one of cayley, exp, lot": [
