@@ -23,6 +23,7 @@ from lipnext_scale.certification.certificate import (
 from lipnext_scale.certification.certifier import Certifier
 from lipnext_scale.data import TestBatch, to_unit_range
 from lipnext_scale.data.order import sample_bits
+from lipnext_scale.models.layers import Convolution
 
 Classifier = Callable[[Tensor], Tensor]  # NCHW images → logits
 
@@ -306,10 +307,11 @@ class Attacker:
         memory = GPU_MEMORY if self.device.type == "cuda" else CPU_MEMORY
         config = certifier.model.config
         # Activations of an image: nine bytes a value and block, more of mixers that are not fused,
-        # and a few buffers.
+        # and a few buffers, in a convolution a copy for each column of the kernel.
         values = (config.image_size // config.patch_size) ** 2 * config.width
-        fused = self.search.block_groups()[0].family is None
-        of_image = values * ((9 if fused else 64) * config.depth + 32)
+        family = self.search.block_groups()[0].family
+        columns = family.size if isinstance(family, Convolution) else 0
+        of_image = values * ((64 if family else 9) * config.depth + 32 + 16 * columns)
         self.batch = max(1, min(MAX_BATCH, memory // of_image))
 
     def targets(self, images: Tensor, ids: Tensor) -> Targets:

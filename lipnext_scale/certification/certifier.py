@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from lipnext_scale.data import to_unit_range
 from lipnext_scale.losses import class_distances
 from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
 from lipnext_scale.models.blocks import matrix_list
+from lipnext_scale.models.layers.conv import spectrum
 from lipnext_scale.utils.errors import UserError
 
 # Raise it with every change of what a radius is: chunks of an older proof are then not reused.
@@ -37,6 +39,7 @@ MAX_ITERATIONS = 7
 ANY_ITERATIONS = 24  # for a whole norm, not a deviation
 # Tightening a factor of K by half of this would not show in a radius.
 GOOD_ENOUGH = 1e-6
+SMALLEST = 1e-300  # K of zeros: radii have it as a divisor
 
 
 @torch.no_grad()
@@ -95,6 +98,39 @@ def _unwind(last: Tensor, scales: list[float]) -> float:
     return bound
 
 
+TWIDDLE = 64 * UNIT_ROUNDOFF  # of exp(-2πi·f·s/n): cos and sin to a few ulp, of angles up to 2π
+
+
+@torch.no_grad()
+def convolution_bound(kernel: Tensor, side: int) -> float:
+    """The same for a circular convolution, [C, C, k, k], of side × side tokens.
+
+    It is the largest ‖Â(f)‖₂; a complex X + iY has the norm of [[X, -Y], [Y, X]]. Of k² products
+    with rounded factors, both parts of each entry of Â(f) lose at most (γ + TWIDDLE)·Σ_s|A_s|.
+    """
+    norms = []
+    for matrix in spectrum(kernel.detach().double(), side).flatten(0, 1):
+        upper = torch.cat([matrix.real, -matrix.imag], dim=1)
+        lower = torch.cat([matrix.imag, matrix.real], dim=1)
+        norms.append(norm_bound(torch.cat([upper, lower])))
+    largest = torch.tensor(norms, dtype=torch.float64).max().item()  # NaN where one is
+    return above(largest + 2 * (gamma(kernel[0, 0].numel()) + TWIDDLE) * absolute_norm(kernel))
+
+
+def mixer_bound(weight: Tensor, side: int) -> float:
+    """Of a matrix or of a kernel. A machine that flushes subnormal numbers sees 0 for some."""
+    bound = norm_bound(weight) if weight.dim() == 2 else convolution_bound(weight, side)
+    return bound + weight.numel() * torch.finfo(weight.dtype).smallest_normal
+
+
+def absolute_norm(weight: Tensor) -> float:
+    """Of a kernel Σ_s ‖A_s‖_F, a bound of the norm of Σ_s |A_s|·|x[p - s]|; of a matrix ‖A‖_F."""
+    if weight.dim() == 2:
+        return frobenius_above(weight)
+    taps = weight.flatten(2).unbind(-1)
+    return above(sum(map(frobenius_above, taps)) * (1 + gamma(len(taps))))
+
+
 def gamma(terms: int, unit: float = UNIT_ROUNDOFF) -> float:
     """γ_n = n·u/(1 - n·u): the relative error of a sum of n products, added in any order."""
     return terms * unit / (1 - terms * unit) if terms * unit < 1 else math.inf
@@ -128,7 +164,7 @@ class GateFacts:
 
     inner: float  # ‖Q‖₂ or ‖B‖₂
     outer: float  # ‖Q‖₂ or ‖A‖₂
-    inner_frobenius: float
+    inner_frobenius: float  # of a kernel `absolute_norm`
     outer_frobenius: float
     bias: float
     residual: bool
@@ -140,14 +176,15 @@ class BlockFacts:
 
     rotation: float  # ‖R‖₂, or the constant of the first mixer
     weight: float  # ‖W‖₂, or that of the second
-    rotation_frobenius: float
+    rotation_frobenius: float  # of a kernel `absolute_norm`
     weight_frobenius: float
     bias: float
     pos: float
+    taps: int = 1  # k² of a kernel: so many times C are the terms of a sum
     gates: tuple[GateFacts, ...] = ()  # of gated mixers, in place of the two Frobenius norms
 
 
-def gate_bound(made: Mapping[str, Tensor]) -> float:
+def gate_bound(made: Mapping[str, Tensor], side: int = 1) -> float:
     """An upper bound of a gated mixer's Lipschitz constant, of its stored tensors.
 
     σ's slopes between two points are a diagonal D, 0 ≤ D ≤ 1. I - 2QᵀDQ is symmetric, and
@@ -155,17 +192,19 @@ def gate_bound(made: Mapping[str, Tensor]) -> float:
     2pᵀDq ≤ (p + q)ᵀD(p + q)/2 ≤ ‖[A B]‖²·(‖u‖² + ‖v‖²)/2: the norm of 2AᵀDB is at most ‖[A B]‖².
     """
     if "Q" in made:
-        return max(1.0, above(2 * above(norm_bound(made["Q"]) ** 2) - 1))
+        bound = above(2 * above(mixer_bound(made["Q"], side) ** 2) - 1)
+        return 1.0 if bound <= 1 else bound  # NaN stays
     return above(norm_bound(torch.cat([made["A"], made["B"]], dim=-1)) ** 2)
 
 
-def gate_facts(made: Mapping[str, Tensor]) -> GateFacts:
+def gate_facts(made: Mapping[str, Tensor], side: int = 1) -> GateFacts:
     inner, outer = (made["Q"], made["Q"]) if "Q" in made else (made["B"], made["A"])
+    norm = mixer_bound(inner, side)
     return GateFacts(
-        inner=norm_bound(inner),
-        outer=norm_bound(outer),
-        inner_frobenius=frobenius_above(inner),
-        outer_frobenius=frobenius_above(outer),
+        inner=norm,
+        outer=norm if outer is inner else mixer_bound(outer, side),
+        inner_frobenius=absolute_norm(inner),
+        outer_frobenius=absolute_norm(outer),
         bias=frobenius_above(made["c"]),
         residual="Q" in made,
     )
@@ -181,21 +220,27 @@ def measure_blocks(model: LipNeXt, part: int = 0, parts: int = 1) -> list[BlockF
     for group in model.block_groups():
         for index in range(group.count):
             if (group.first + index) % parts == part:
-                found.append(_block_facts(group, index, model.config.layer))
+                found.append(_block_facts(group, index, model.config))
     return found
 
 
-def _block_facts(group: BlockGroup, index: int, layer: str) -> BlockFacts:
+def _block_facts(group: BlockGroup, index: int, config: LipNeXtConfig) -> BlockFacts:
     bias = frobenius_above(group.bias[index])
     pos = 0.0 if group.pos is None else frobenius_above(group.pos[index])
-    if group.family is not None:
+    side = config.side
+    if group.family is None:
+        rotation, weight = matrix_list(group.orthogonal_weights())[2 * index : 2 * index + 2]
+    else:
         mixers = [{name: t[index, which] for name, t in group.free.items()} for which in (0, 1)]
-        first, second = map(gate_bound, mixers)
-        return BlockFacts(first, second, 0.0, 0.0, bias, pos, tuple(map(gate_facts, mixers)))
-    bound = spectral_norm_bound if layer == "manifold" else norm_bound
-    rotation, weight = matrix_list(group.orthogonal_weights())[2 * index : 2 * index + 2]
-    frobenius = frobenius_above(rotation), frobenius_above(weight)
-    return BlockFacts(bound(rotation), bound(weight), *frobenius, bias, pos)
+        if "kernel" not in mixers[0]:
+            taps = next(iter(mixers[0].values()))[0, 0].numel()
+            first, second = (gate_bound(made, side) for made in mixers)
+            gates = tuple(gate_facts(made, side) for made in mixers)
+            return BlockFacts(first, second, 0.0, 0.0, bias, pos, taps, gates)
+        rotation, weight = (made["kernel"] for made in mixers)
+    bound = spectral_norm_bound if config.layer == "manifold" else partial(mixer_bound, side=side)
+    norms = bound(rotation), bound(weight), absolute_norm(rotation), absolute_norm(weight)
+    return BlockFacts(*norms, bias, pos, rotation[0, 0].numel())
 
 
 def product_loss(
@@ -206,6 +251,8 @@ def product_loss(
     |fl(A·X) - A·X| ≤ γ_n·|A||X| entry by entry, whatever the order of the sums. Beside it, what
     lies below the smallest normal number may be lost: of products and sums (4n of them, which
     leaves room for γ), of the entries of A, of those of X.
+
+    A convolution is one with A [C, n], n = k²·C, and copies of X; `absolute_norm` is its norm here.
     """
     info = torch.finfo(dtype)
     tiny = info.smallest_normal
@@ -222,7 +269,7 @@ def network_bound(blocks: Iterable[BlockFacts]) -> float:
         raise UserError(
             "the weights are so large that their norm overflows; nothing can be certified"
         )
-    return bound
+    return max(bound, SMALLEST)
 
 
 def lipschitz_bound(model: LipNeXt) -> float:
@@ -305,9 +352,12 @@ def feature_rounding(
             norm = norm + math.sqrt(width) * block.pos
             error = error + (norm + error) * unit + flushed
 
+        terms = width * block.taps
         if block.gates:
             for gate, bound in zip(block.gates, (block.rotation, block.weight), strict=True):
-                norm, error, most = through_gate(gate, bound, norm, error, tokens, width, dtype)
+                norm, error, most = through_gate(
+                    gate, bound, norm, error, terms, (width, tokens), dtype
+                )
                 largest = largest.or_larger(most)
             norm = norm + math.sqrt(tokens) * block.bias
             error = error + (norm + error) * unit + flushed
@@ -316,15 +366,15 @@ def feature_rounding(
 
         computed = norm + error
         largest = largest.or_larger(computed * (2 * block.rotation_frobenius + 2))
-        share, beside = product_loss(width, numbers, block.rotation_frobenius, dtype)
+        share, beside = product_loss(terms, numbers, block.rotation_frobenius, dtype)
         error = error * block.rotation + computed * share + beside
         norm = norm * block.rotation
 
         # The bias is one more term in each sum.
         computed, bias = norm + error, math.sqrt(tokens) * block.bias
         largest = largest.or_larger((computed * block.weight_frobenius + bias) * 2)
-        share, beside = product_loss(width + 1, numbers, block.weight_frobenius, dtype)
-        error = error * block.weight + computed * share + beside + gamma(width + 1, unit) * bias
+        share, beside = product_loss(terms + 1, numbers, block.weight_frobenius, dtype)
+        error = error * block.weight + computed * share + beside + gamma(terms + 1, unit) * bias
         norm = norm * block.weight + bias
     # The pooling: a sum of T squares and a root. Squares that underflow leave at most √(2·T·tiny).
     size = norm + error
@@ -337,20 +387,21 @@ def through_gate(
     bound: float,
     norm: Affine,
     error: Affine,
-    tokens: int,
-    width: int,
+    terms: int,
+    shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> tuple[Affine, Affine, Affine]:
     """(norm, error, largest number on the way) behind a mixer whose Lipschitz bound is given."""
-    info, numbers, bias = torch.finfo(dtype), width * tokens, math.sqrt(tokens) * gate.bias
+    (width, tokens), info = shape, torch.finfo(dtype)
+    numbers, bias = width * tokens, math.sqrt(tokens) * gate.bias
     unit, computed = info.eps / 2, norm + error
     # σ(Q·x + c): the bias is one more term in each sum, and σ is exact.
-    share, beside = product_loss(width + 1, numbers, gate.inner_frobenius, dtype)
-    lost = computed * share + (beside + gamma(width + 1, unit) * bias)
+    share, beside = product_loss(terms + 1, numbers, gate.inner_frobenius, dtype)
+    lost = computed * share + (beside + gamma(terms + 1, unit) * bias)
     inside = computed * gate.inner + bias + lost
     largest = (computed * gate.inner_frobenius + bias) * 2
     # Twice its product with Qᵀ, and at 0 that is at most 2·‖Q‖·‖c‖.
-    share, beside = product_loss(width, numbers, gate.outer_frobenius, dtype)
+    share, beside = product_loss(terms, numbers, gate.outer_frobenius, dtype)
     lost = lost * gate.outer + inside * share + beside
     largest = largest.or_larger(computed + inside * (4 * gate.outer_frobenius + 4))
     norm = norm * bound + 2 * gate.outer * bias

@@ -18,7 +18,7 @@ from lipnext_scale.distributed.replicas import SharedManifoldAdam, bank_sharings
 from lipnext_scale.distributed.rows import RowManifoldAdam, row_range
 from lipnext_scale.models import LipNeXt, LipNeXtConfig, WeightLayout
 from lipnext_scale.models.kernels import why_plain
-from lipnext_scale.models.layers import Gated
+from lipnext_scale.models.layers import Convolution, Gated
 from lipnext_scale.models.lipnext import NamedPart, named_parts
 from lipnext_scale.optim import (
     ManifoldAdam,
@@ -170,8 +170,9 @@ class Engine:
             return None
         if self.config.compile:
             return "torch.compile makes its own (parallel.compile)"
-        if isinstance(self.model.block_groups()[0].family, Gated):
-            return f"model.layer = {self.model.config.layer!r} has none"
+        if isinstance(self.model.block_groups()[0].family, Gated | Convolution):
+            kind = f"model.layer = {self.model.config.layer!r}"
+            return f"{kind} with kernel_size {self.model.config.kernel_size} has none"
         config, spec = self.model.config, self.model.block_groups()[0].spec
         side, like = config.image_size // config.patch_size, DTYPES[self.config.precision]
         shape = (1, side, side, config.width)

@@ -16,7 +16,16 @@ from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.models import blocks
 from lipnext_scale.models.blocks import BlockSpec, Matrices, group_reference, mixed_group
 from lipnext_scale.models.fused import fused_group
-from lipnext_scale.models.layers import FAMILIES, Gated, LayerName, Linear
+from lipnext_scale.models.layers import (
+    CONVOLUTIONS,
+    FAMILIES,
+    Convolution,
+    Gated,
+    LayerName,
+    Linear,
+    convolution,
+)
+from lipnext_scale.models.layers.conv import LARGEST_GRID, ORTHOGONAL
 from lipnext_scale.utils.config import ConfigError, changeable
 
 # --------------------------------------------------------------------------------------------------
@@ -47,11 +56,12 @@ class BlockGroup(nn.Module):
         has_pos: bool,
         layout: WeightLayout = "bank",
         layer: LayerName = "manifold",
+        kernel_size: int = 1,
         frozen: bool = False,
     ) -> None:
         super().__init__()
         self.first, self.count, self.spec, self.frozen = first, count, spec, frozen
-        family = FAMILIES.get(layer)
+        family = FAMILIES.get(layer) if kernel_size == 1 else convolution(layer, tokens[0])
         self.family = None if frozen and isinstance(family, Linear) else family
         if self.family is not None:
             shapes = self.family.made_shapes(width) if frozen else self.family.shapes(width)
@@ -104,14 +114,18 @@ class BlockGroup(nn.Module):
             )
             return _fast_group(x, weights, bias, pos, self.spec)
         made = self.made(torch.promote_types(bias.dtype, torch.float32))
-        if isinstance(family, Gated):
-            parts = {n: t.to(bias.dtype).flatten(0, 1).unbind(0) for n, t in made.items()}
+        if isinstance(family, Gated | Convolution):
+            parts = {
+                n: (t if t.is_complex() else t.to(bias.dtype)).flatten(0, 1).unbind(0)
+                for n, t in made.items()
+            }
             of_mixers = zip(*parts.values(), strict=True)
             mixers = [partial(family.mix, dict(zip(parts, m, strict=True))) for m in of_mixers]
-            return mixed_group(x, mixers, bias, pos, self.spec)
-        z = _fast_group(x, made["matrix"].to(bias.dtype), bias, pos, self.spec)
-        norm = family.norm if isinstance(family, Linear) else None
-        return z if norm is None else (z, norm(made["matrix"]).prod())
+            z = mixed_group(x, mixers, bias, pos, self.spec)
+        else:
+            z = _fast_group(x, made["matrix"].to(bias.dtype), bias, pos, self.spec)
+        norm = None if self.frozen else family.norm
+        return z if norm is None else (z, norm(made).prod())
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor if self.compute_dtype is None else tensor.to(self.compute_dtype)
@@ -178,6 +192,8 @@ class LipNeXtConfig:
     beta: float = 0.75
     # How the channel mixers are 1-Lipschitz: docs/layers.md.
     layer: LayerName = "manifold"
+    # 3: the mixers are 3×3 convolutions, where the layer has one; the shift is then left out.
+    kernel_size: int = 1
     # Blocks in a group, the unit of sharding. 0: the engine chooses; without one, all in one.
     blocks_per_bank: int = changeable(0)
 
@@ -206,12 +222,28 @@ class LipNeXtConfig:
                 raise ConfigError(key, getattr(self, key), f"must be one of {', '.join(choices)}")
         if self.activation == "minmax" and self.width % 2:
             raise ConfigError("width", self.width, "must be even for activation minmax")
+        self._check_kernel()
         if not 0 <= self.blocks_per_bank <= self.depth:
             raise ConfigError(
                 "blocks_per_bank",
                 self.blocks_per_bank,
                 f"must be 0 (automatic) to depth = {self.depth}",
             )
+
+    def _check_kernel(self) -> None:
+        if self.kernel_size == 1:
+            return
+        if self.kernel_size != 3:
+            raise ConfigError("kernel_size", self.kernel_size, "must be 1 or 3")
+        if self.layer not in CONVOLUTIONS:
+            right = f"must be 1 for layer {self.layer!r}; 3 needs one of {', '.join(CONVOLUTIONS)}"
+            raise ConfigError("kernel_size", 3, right)
+        if self.padding != "circular":
+            raise ConfigError("padding", self.padding, "must be circular for kernel_size 3")
+        if self.layer in ORTHOGONAL and self.side > LARGEST_GRID:
+            most = f"{LARGEST_GRID}×{LARGEST_GRID} tokens, not {self.side}×{self.side}"
+            right = f"must leave at most {most}: a kernel of layer {self.layer!r} reaches them all"
+            raise ConfigError("patch_size", self.patch_size, right)
 
     def require_radius(self, key: str, radius: float) -> None:
         """A larger one reaches every image; a whole number is one without its 255."""
@@ -221,13 +253,18 @@ class LipNeXtConfig:
             raise ConfigError(key, radius, right + "such as 36/255")
 
     @property
+    def side(self) -> int:
+        """Of the grid of tokens."""
+        return self.image_size // self.patch_size
+
+    @property
     def stem_channels(self) -> int:
         return self.in_channels * self.patch_size**2
 
     @property
     def bank_parameters(self) -> int:
-        """2·L·W²: the parameters in orthogonal matrices, the paper's count."""
-        return 2 * self.depth * self.width**2
+        """2·L·W²: the parameters in orthogonal matrices, the paper's count; or those in kernels."""
+        return 2 * self.depth * self.width**2 * self.kernel_size**2
 
 
 _CHOICES = {
@@ -284,9 +321,9 @@ class LipNeXt(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        side = config.image_size // config.patch_size
+        shift_ratio = config.shift_ratio if config.kernel_size == 1 else 0.0
         spec = BlockSpec(
-            shift_part=blocks.shift_width(config.width, config.shift_ratio),
+            shift_part=blocks.shift_width(config.width, shift_ratio),
             padding=config.padding,
             activation=config.activation,
             beta=config.beta,
@@ -297,11 +334,12 @@ class LipNeXt(nn.Module):
                 first,
                 min(per_bank, config.depth - first),
                 config.width,
-                (side, side),
+                (config.side, config.side),
                 spec,
                 config.positional_embedding,
                 layout,
                 config.layer,
+                config.kernel_size,
                 frozen,
             )
             for first in range(0, config.depth, per_bank)
@@ -383,8 +421,9 @@ def freeze(model: LipNeXt) -> LipNeXt:
         if still.family is None:
             still.bank.copy_(made["matrix"])
         else:
+            stored = still.family.stored(made)
             for name, parameter in still.free.items():
-                parameter.copy_(made[name])
+                parameter.copy_(stored[name])
     return frozen
 
 

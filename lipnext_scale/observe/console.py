@@ -17,6 +17,7 @@ import torch
 from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.models import LipNeXtConfig
 from lipnext_scale.models.layers import FAMILIES, Gated
+from lipnext_scale.models.layers.conv import ORTHOGONAL
 
 # TFLOP/s of dense products by words of the device's name, the more particular ones first:
 # (bf16, fp32 without TF32, which would not keep a matrix orthogonal). Nominal; run.peak_tflops
@@ -40,7 +41,9 @@ PAGE = resource.getpagesize()
 def training_flops_per_image(config: LipNeXtConfig) -> float:
     """Forward and backward: 6 for each entry of a matrix and each token, as a product has 2."""
     tokens = (config.image_size // config.patch_size) ** 2
-    matrices = 2 if isinstance(FAMILIES.get(config.layer), Gated) else 1  # of a mixer
+    matrices = 2.0 if isinstance(FAMILIES.get(config.layer), Gated) else 1  # of a mixer
+    if config.kernel_size > 1 and config.layer in ORTHOGONAL:
+        matrices *= 2 / config.kernel_size**2  # complex ones, of half of the frequencies
     return 6.0 * (matrices * config.bank_parameters * tokens + config.width * config.num_classes)
 
 

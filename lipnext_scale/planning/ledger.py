@@ -327,7 +327,7 @@ def _product_figures(name: str, named: dict[str, Any], out: Tensor) -> dict[str,
     if added_name and named.get("beta", 1) != 0:
         read += _size_read(named[added_name])
     return {
-        "flops": 2 * matrices * rows * inner * columns,
+        "flops": (8 if left.is_complex() else 2) * matrices * rows * inner * columns,
         "precision": _precision(left),
         "shape": (matrices, rows, inner, columns),
         "read": read,
@@ -336,9 +336,10 @@ def _product_figures(name: str, named: dict[str, Any], out: Tensor) -> dict[str,
 
 
 def _precision(operand: Tensor) -> str:
-    if operand.dtype == torch.float32:
+    dtype = operand.dtype.to_real()
+    if dtype == torch.float32:
         return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
-    return {torch.bfloat16: "bf16", torch.float64: "fp64"}[operand.dtype]
+    return {torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
 
 
 def _traffic(func: Any, named: dict[str, Any], made: list[Tensor]) -> tuple[int, int]:

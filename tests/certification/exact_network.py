@@ -63,6 +63,12 @@ def _mixed(x: np.ndarray, group: BlockGroup, index: tuple[int, int], number) -> 
     if group.family is None:
         return x @ number(group.bank[index]).T
     made = {name: number(tensor[index]) for name, tensor in group.free.items()}
+    if "kernel" in made:
+        return _convolved(x, made["kernel"])
+    if "Q" in made and made["Q"].ndim == 4:
+        inside = _convolved(x, made["Q"]) + made["c"]
+        back = made["Q"].transpose(1, 0, 2, 3)[:, :, ::-1, ::-1]
+        return x - 2 * _convolved(np.where(inside > 0, inside, 0), back)
     if "Q" in made:
         inside = x @ made["Q"].T + made["c"]
         return x - 2 * np.where(inside > 0, inside, 0) @ made["Q"]
@@ -70,7 +76,19 @@ def _mixed(x: np.ndarray, group: BlockGroup, index: tuple[int, int], number) -> 
     return 2 * np.where(inside > 0, inside, 0) @ made["A"]
 
 
+def _convolved(x: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+    """Σ_s A_s·x[p - s] on a grid that wraps round; s = 0 is in the middle of the kernel."""
+    size, result = kernel.shape[-1], 0 * x
+    for i in range(size):
+        for j in range(size):
+            moved = np.roll(x, (i - size // 2, j - size // 2), axis=(1, 2))
+            result = result + moved @ kernel[:, :, i, j].T
+    return result
+
+
 def _shift(x: np.ndarray, config: LipNeXtConfig) -> np.ndarray:
+    if config.kernel_size > 1:
+        return x
     part, x = int(config.width * config.shift_ratio), x.copy()
     for index, (axis, step) in enumerate([(1, 1), (1, -1), (2, 1), (2, -1)]):
         start = config.width - (4 - index) * part

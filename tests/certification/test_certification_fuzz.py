@@ -36,7 +36,10 @@ MATRICES += ["null space", "steep"]
 KINDS = [*MATRICES[:7], "aligned", "cancelling", "mixed"]
 # Mixers with a nonlinearity, of mixed matrices.
 GATED = {"residual gates": "cpl", "sandwich gates": "sandwich"}
-KINDS += GATED
+# The same of convolutions: a stored kernel of the grid's size, one of 3×3, gates.
+CONVOLUTIONS = {"full kernels": "cayley", "kernels": "lip_reg", "kernel gates": "cpl"}
+STORED = GATED | CONVOLUTIONS
+KINDS += STORED
 
 
 def draw_matrix(kind: str, width: int, rng: random.Random, generator: torch.Generator) -> Tensor:
@@ -88,28 +91,30 @@ def draw(seed: int) -> Case:
     kind, dtype = rng.choice(KINDS), rng.choice([torch.float32, torch.float64])
     patch, channels = rng.choice([1, 2]), rng.choice([1, 3])
     least = channels * patch**2
+    widths = [least + least % 2, 12, 16, *([] if kind in CONVOLUTIONS else [64])]
     config = LipNeXtConfig(
         depth=rng.randint(1, 4),
-        width=rng.choice([64, 128, 256] if kind == "aligned" else [least + least % 2, 12, 16, 64]),
+        width=rng.choice([64, 128, 256] if kind == "aligned" else widths),
         image_size=patch * rng.choice([1, 3, 4]),
         patch_size=patch,
         in_channels=channels,
         num_classes=rng.randint(2, 5),
         shift_ratio=rng.choice([0, 1 / 16, 1 / 8, 1 / 4]),
-        padding=rng.choice(["circular", "zero"]),
+        padding="circular" if kind in CONVOLUTIONS else rng.choice(["circular", "zero"]),
         positional_embedding=rng.random() < 0.7,
         activation=rng.choice(["beta_abs", "beta_abs", "minmax"]),
         beta=rng.choice([0, 0.5, 0.75, 1]),
         blocks_per_bank=rng.choice([0, 1]),
-        layer=GATED.get(kind, "manifold"),
+        layer=STORED.get(kind, "manifold"),
+        kernel_size=3 if kind in CONVOLUTIONS else 1,
     )
     model = freeze(LipNeXt(config, seed).to(dtype))
     with torch.no_grad():
         for group in model.block_groups():
-            for tensor in group.free.values() if kind in GATED else ():
+            for tensor in group.free.values() if kind in STORED else ():
                 for made in tensor.flatten(0, 1):
-                    gate(made, rng, generator)
-            banks = [] if kind in GATED else group.bank.flatten(0, 1)
+                    store(made, rng, generator)
+            banks = [] if kind in STORED else group.bank.flatten(0, 1)
             for index, matrix in enumerate(banks):
                 cancelling = MATRICES[7 + index % 2]
                 others = {"aligned": "constant", "cancelling": cancelling}
@@ -128,10 +133,14 @@ def draw(seed: int) -> Case:
     return Case(kind, model, *images, flushes=rng.random() < 0.3)
 
 
-def gate(made: Tensor, rng: random.Random, generator: torch.Generator) -> None:
-    """Any matrix or bias of a gated mixer; half of the matrices stay as they were made."""
+def store(made: Tensor, rng: random.Random, generator: torch.Generator) -> None:
+    """Any matrix, kernel or bias of a mixer; half of the matrices stay as they were made."""
     if made.dim() == 1:
         fill(made, rng, generator)
+    elif made.dim() == 4:
+        kinds = [rng.choice(MATRICES)] if rng.random() < 0.5 else MATRICES
+        for tap in made.flatten(2).unbind(-1) if rng.random() < 0.7 else ():
+            tap.copy_(draw_matrix(rng.choice(kinds), len(made), rng, generator))
     elif rng.random() < 0.5:
         made.copy_(draw_matrix(rng.choice(MATRICES), len(made), rng, generator))
 
@@ -229,7 +238,7 @@ def fuzz(seeds: range) -> dict[str, dict[str, list[float]]]:
         try:
             share, certified = tightness(case), attacked(case)
         except UserError as refused:  # K itself overflows
-            assert "overflows" in str(refused) and case.kind in ("huge", "mixed", *GATED), seed
+            assert "overflows" in str(refused) and case.kind in ("huge", "mixed", *STORED), seed
             continue
         except AssertionError as failure:
             raise AssertionError(

@@ -80,6 +80,13 @@ def cancelling(dtype: torch.dtype) -> tuple[LipNeXt, torch.Tensor]:
     return model, torch.rand(4, 1, 4, 4, generator=generator).to(dtype)
 
 
+def stored_weights(model: LipNeXt) -> tuple[torch.Tensor, int]:
+    """(matrices or kernels [L, 2, …], the terms in a sum)."""
+    group = model.block_groups()[0]
+    weights = group.bank if group.family is None else next(iter(group.free.values()))
+    return weights, model.config.width * weights[0, 0, 0, 0].numel()
+
+
 def worst_case(model: LipNeXt, byte: int) -> mpmath.mpf:
     """The error of features where every operation rounds upwards by as much as it may.
 
@@ -88,14 +95,15 @@ def worst_case(model: LipNeXt, byte: int) -> mpmath.mpf:
     config, up = model.config, 1 + mpmath.mpf(torch.finfo(model.head.weight.dtype).eps) / 2
     width, tokens = config.width, (config.image_size // config.patch_size) ** 2
     group = model.block_groups()[0]
+    weights, terms = stored_weights(model)
 
     def features(up: mpmath.mpf) -> mpmath.mpf:
         x = (mpmath.mpf(byte) / 255 * up**2 - 0.5) * up
         for index in range(config.depth):
-            rotation, weight = (mpmath.mpf(m[0, 0].item()) for m in group.bank[index])
+            rotation, weight = (mpmath.mpf(m.flatten()[0].item()) for m in weights[index])
             x = (x + mpmath.mpf(group.pos[index][0, 0].item())) * up
-            x = width * rotation * x * up**width
-            x = (width * weight * x + mpmath.mpf(group.bias[index][0].item())) * up ** (width + 1)
+            x = terms * rotation * x * up**terms
+            x = (terms * weight * x + mpmath.mpf(group.bias[index][0].item())) * up ** (terms + 1)
         return x * mpmath.sqrt(tokens * up**tokens) * up
 
     return mpmath.sqrt(width) * (features(up) - features(mpmath.mpf(1)))
@@ -110,7 +118,10 @@ WORST = {
     "products": (4, 64, 8, 8, 0.0, 0.0),
     "blocks": (8, 1, 1, 1, 1.0, 0.0),
     "all": (3, 16, 16, 4, 1.0, 1.0),
+    "kernels": (3, 4, 8, 2, 1.0, 1.0),
+    "full kernels": (3, 4, 8, 2, 0.0, 1e6),
 }
+CONVOLVED = {"kernels": "lip_reg", "full kernels": "cayley"}
 
 
 @BOTH
@@ -118,11 +129,15 @@ WORST = {
 def test_the_worst_arithmetic_is_within_the_bound(dtype: torch.dtype, name: str) -> None:
     """And takes a good part of it: a term that was forgotten would show."""
     depth, width, side, patch, pos, bias = WORST[name]
-    model = LipNeXt(LipNeXtConfig(depth, width, side, patch, 1, 2), 0).to(dtype)
+    config = LipNeXtConfig(depth, width, side, patch, 1, 2)
+    if name in CONVOLVED:
+        config = replace(config, layer=CONVOLVED[name], kernel_size=3)
+    model = freeze(LipNeXt(config, 0)).to(dtype)
     with torch.no_grad():
         group = model.groups[0]
         # Of norm 2, whose bound is exact.
-        group.bank.fill_(2 / width)
+        weights, terms = stored_weights(model)
+        weights.fill_(2 / terms)
         group.pos.fill_(pos)
         group.bias.fill_(bias)
     image = torch.full((1, 1, side, side), 200 / 255, dtype=torch.float64)
@@ -135,7 +150,7 @@ def worst_gated(model: LipNeXt, byte: int) -> mpmath.mpf:
     """The same of gated mixers, of constant weights whose signs let no error cancel."""
     config, up = model.config, 1 + mpmath.mpf(torch.finfo(model.head.weight.dtype).eps) / 2
     width, tokens = config.width, (config.image_size // config.patch_size) ** 2
-    group = model.block_groups()[0]
+    group, (_, terms) = model.block_groups()[0], stored_weights(model)
 
     def features(up: mpmath.mpf) -> mpmath.mpf:
         x = (mpmath.mpf(byte) / 255 * up**2 - 0.5) * up
@@ -144,9 +159,9 @@ def worst_gated(model: LipNeXt, byte: int) -> mpmath.mpf:
                 n: mpmath.mpf(t[index, which].flatten()[0].item()) for n, t in group.free.items()
             }
             inner, outer = (made["Q"], made["Q"]) if "Q" in made else (made["B"], made["A"])
-            inside = (width * inner * x + made["c"]) * up ** (width + 1)
+            inside = (terms * inner * x + made["c"]) * up ** (terms + 1)
             assert inside > 0
-            y = 2 * width * outer * inside * up**width
+            y = 2 * terms * outer * inside * up**terms
             x = (x - y) * up if "Q" in made else y
             if which:
                 x = (x + mpmath.mpf(group.bias[index][0].item())) * up
@@ -161,6 +176,8 @@ WORST_GATED = {
     "inner bias": ("cpl", 1, 16, 4, 4, 1e6, 0.0),
     "bias": ("cpl", 1, 1, 4, 1, 0.0, 1e6),
     "difference": ("cpl", 4, 1, 1, 1, 0.0, 0.0),
+    "kernels": ("cpl", 2, 4, 8, 2, 0.0, 0.0),
+    "kernels, inner bias": ("cpl", 1, 4, 8, 2, 1e6, 0.0),
     "sandwich": ("sandwich", 2, 64, 8, 8, 0.0, 0.0),
     "sandwich, inner bias": ("sandwich", 1, 16, 4, 4, 1e6, 0.0),
 }
@@ -171,11 +188,12 @@ WORST_GATED = {
 def test_the_worst_arithmetic_of_gates_is_within_the_bound(dtype: torch.dtype, name: str) -> None:
     layer, depth, width, side, patch, inner_bias, bias = WORST_GATED[name]
     config = LipNeXtConfig(depth, width, side, patch, 1, 2, layer=layer, positional_embedding=False)
+    config = replace(config, kernel_size=3 if name.startswith("kernels") else 1)
     model = freeze(LipNeXt(config, 0)).to(dtype)
     with torch.no_grad():
-        group = model.groups[0]
+        group, (_, terms) = model.groups[0], stored_weights(model)
         for key, tensor in group.free.items():
-            tensor.fill_(inner_bias if key == "c" else 2 / width)
+            tensor.fill_(inner_bias if key == "c" else 2 / terms)
         if layer == "cpl":  # x - 2·4·x is negative, and the second mixer must see that
             group.free["Q"][:, 1] *= -1
         group.bias.fill_(bias)

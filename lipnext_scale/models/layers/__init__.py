@@ -7,6 +7,7 @@ from lipnext_scale.models.layers.base import Family, Gated, Linear
 from lipnext_scale.models.layers.bro import BRO
 from lipnext_scale.models.layers.cayley import CAYLEY
 from lipnext_scale.models.layers.cholesky import CHOLESKY
+from lipnext_scale.models.layers.conv import CONVOLUTIONS, Convolution, convolution
 from lipnext_scale.models.layers.cpl import CPL
 from lipnext_scale.models.layers.exp import EXP
 from lipnext_scale.models.layers.lip_reg import LIP_REG
@@ -14,7 +15,16 @@ from lipnext_scale.models.layers.lot import LOT
 from lipnext_scale.models.layers.sandwich import SANDWICH
 from lipnext_scale.models.layers.sll import SLL
 
-__all__ = ["FAMILIES", "Family", "Gated", "LayerName", "Linear"]
+__all__ = [
+    "CONVOLUTIONS",
+    "FAMILIES",
+    "Convolution",
+    "Family",
+    "Gated",
+    "LayerName",
+    "Linear",
+    "convolution",
+]
 
 # manifold has orthogonal matrices themselves, and an optimizer that keeps them so.
 LayerName = Literal[

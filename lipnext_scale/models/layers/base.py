@@ -19,24 +19,28 @@ Parameters = Mapping[str, Tensor]  # by name, [..., *shape]: any number of mixer
 class Family:
     """shapes: of the free parameters of one mixer, by width. initial: their first values for both
     mixers of a block, [2, *shape]. made: the tensors that a mixer computes with, of its free ones.
+    norm: a bound of a mixer's norm, of its made tensors and with gradient, where that is not 1 by
+    construction.
+
+    What is made of a matrix may be made of complex ones too: `conv.py` has one a frequency.
     """
 
     shapes: Callable[[int], Shapes]
     initial: Callable[[int, torch.Generator], dict[str, Tensor]]
     made: Callable[[Parameters], dict[str, Tensor]]
+    norm: Callable[[Parameters], Tensor] | None = None
 
     def made_shapes(self, width: int) -> Shapes:
         return {"matrix": (width, width)}
 
+    def stored(self, made: Parameters) -> Parameters:
+        """What a frozen mixer has of `made`."""
+        return made
+
 
 @dataclass(frozen=True)
 class Linear(Family):
-    """A product with `made`'s matrix [..., C, C].
-
-    norm: a bound of its norm, with gradient, where that is not 1 by construction.
-    """
-
-    norm: Callable[[Tensor], Tensor] | None = None
+    """A product with `made`'s matrix [..., C, C]."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Gated(Family):
 
 
 def skew_part(x: Tensor) -> Tensor:
-    return x - x.mT
+    return x - x.mH
 
 
 def identity_like(x: Tensor) -> Tensor:
@@ -87,13 +91,13 @@ GRAM_ITERATIONS = 5
 
 
 def gram_norm(x: Tensor) -> Tensor:
-    """An upper bound of ‖X‖₂, [..., 1, 1], with gradient: ‖X‖₂² = ‖XᵀX‖₂, repeated, ending in
+    """An upper bound of ‖X‖₂, [..., 1, 1], with gradient: ‖X‖₂² = ‖XᴴX‖₂, repeated, ending in
     ‖·‖₂ ≤ ‖·‖_F (Delattre et al. 2023). It is at most d^(1/64) times as large."""
     scales = []
     for _ in range(GRAM_ITERATIONS):
         scales.append(largest_entry(x))
         x = x / scales[-1]
-        x = x.mT @ x
+        x = x.mH @ x
     tiny = torch.finfo(x.dtype).tiny
     bound = torch.linalg.matrix_norm(x, keepdim=True).clamp_min(tiny)
     for scale in reversed(scales):
@@ -102,9 +106,9 @@ def gram_norm(x: Tensor) -> Tensor:
 
 
 def gram_cholesky(x: Tensor) -> Tensor:
-    """L with LLᵀ = XXᵀ + ε·I: ε is what rounding may have taken from the least eigenvalue."""
-    gram = x @ x.mT
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    """L with LLᴴ = XXᴴ + ε·I: ε is what rounding may have taken from the least eigenvalue."""
+    gram = x @ x.mH
+    trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
     info = torch.finfo(x.dtype)
     gram = gram + (4 * info.eps * trace + info.tiny) * identity_like(gram)
     factor, failed = torch.linalg.cholesky_ex(gram)

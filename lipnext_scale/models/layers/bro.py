@@ -13,8 +13,8 @@ def rank(width: int) -> int:
 
 def reflector(v: Tensor) -> Tensor:
     """With Q = L⁻¹Vᵀ, LLᵀ = VᵀV, it is I - 2QᵀQ."""
-    q = orthogonalised(v.mT)
-    gram = q.mT @ q
+    q = orthogonalised(v.mH)
+    gram = q.mH @ q
     return identity_like(gram) - 2 * gram
 
 

@@ -21,7 +21,7 @@ def norm(matrix: Tensor) -> Tensor:
 
     Not by power iteration: training turns the large singular values away from its start.
     """
-    gram = matrix.mT @ matrix
+    gram = matrix.mH @ matrix
     squared = torch.minimum(gram_norm(gram), 1 + gram_norm(gram - identity_like(gram)))
     return squared.sqrt()
 
@@ -36,4 +36,6 @@ def initial(width: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"A": 0.05 * gaussian(generator, 2, width, width) / width**0.5}
 
 
-LIP_REG = Linear(lambda width: {"A": (width, width)}, initial, made, norm=norm)
+LIP_REG = Linear(
+    lambda width: {"A": (width, width)}, initial, made, lambda made: norm(made["matrix"])
+)

@@ -15,7 +15,7 @@ def polar(a: Tensor) -> Tensor:
     x = a / largest_entry(a)
     x = x / gram_norm(x)
     for _ in range(ITERATIONS):
-        x = 1.5 * x - 0.5 * x @ (x.mT @ x)
+        x = 1.5 * x - 0.5 * x @ (x.mH @ x)
     return x
 
 
