@@ -108,7 +108,8 @@ def page(found: Prediction, checkpoint: int, price: float) -> str:
     model, batch = recipe.model, recipe.data.batch_size
     kinds, phase, place = found.peak
     head = [
-        f"LipNeXt L{model.depth}W{model.width}: {model.bank_parameters:,} parameters of matrices",
+        f"LipNeXt L{model.depth}W{model.width} ({model.layer}): "
+        f"{model.bank_parameters:,} parameters of matrices",
         f"{walk.nodes} node(s) of {walk.per_node} {device.name}: {walked.engine}; batch {batch}, "
         f"{batch // walk.ranks} image(s) each, in {recipe.parallel.accumulation} part(s)",
         "a prediction: rank 0's step was walked without a device",

@@ -138,8 +138,9 @@ def test_memory_and_collectives_are_those_of_real_processes(world: int, tmp_path
     chosen = [(0, case) for case in range(len(cases(world)))]
     chosen += [(world - 1, len(SMALL[world]) + case) for case in range(len(WIDE[world]))]
     walks = [
-        Walk("", [*SETTINGS, "run.dir=nowhere", *cases(world)[case]], 1, world, "cpu", rank, STEPS)
+        Walk("", settings, per_node=world, device="cpu", rank=rank, what=STEPS)
         for rank, case in chosen
+        for settings in [[*SETTINGS, "run.dir=nowhere", *cases(world)[case]]]
     ]
     for (rank, case), walked in zip(chosen, walk_all(walks), strict=True):
         assert isinstance(walked, Walked), walked

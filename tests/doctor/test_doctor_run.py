@@ -11,7 +11,7 @@ from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.planning.fit import checkpoint_bytes
 from lipnext_scale.training.trainer import Trainer
 
-HUGE = ["model.width=65536", "model.depth=32"]
+HUGE = ["model.width=65536", "model.depth=8"]
 
 
 def test_every_mistake_is_a_finding_of_its_own(tmp_path):

@@ -76,10 +76,11 @@ def test_every_command_takes_the_run(trained: Trained, tmp_path, capsys) -> None
     samples = read_samples("builtin:digits/test-*.tar.gz", "data.test")
     Image.fromarray(samples.images[0, 0].numpy()).save(picture)
     predict.main(["--model", str(file), str(picture)])
-    plan.main(["--config", "builtin:digits.yaml", "--ranks", "2", f"model.layer={layer}"])
+    cpus = ["--gpu", "cpu", "--gpus-per-node", "2"]
+    plan.main(["--config", "builtin:digits.yaml", *cpus, f"model.layer={layer}"])
     printed = capsys.readouterr().out
     assert printed.count("Lipschitz bound K") == 2 and "violations" not in printed
-    assert f"LipNeXt L6W128: {layer}" in printed
+    assert f"LipNeXt L6W128 ({layer})" in printed
 
 
 def test_a_stopped_run_continues(tmp_path) -> None:
