@@ -12,8 +12,10 @@ import lipnext_scale.utils.passive  # noqa: F401
 import argparse
 import os
 from contextlib import suppress
+from functools import partial
 from signal import SIGUSR1
 
+from lipnext_scale.checks import look
 from lipnext_scale.checks.run import memory
 from lipnext_scale.config.launchers import launcher_settings
 from lipnext_scale.config.recipe import load_recipe
@@ -40,7 +42,8 @@ def main(argv: list[str] | None = None) -> None:
         ranks = arguments.ranks or 1
         per_node = arguments.ranks_per_node or ranks
         check_run(recipe, ranks, per_node)
-        print(memory(recipe, ranks, per_node).line())
+        for finding in look("memory of the run", partial(memory, recipe, ranks, per_node)):
+            print(finding.line())  # a prediction: it stops no run
         print(f"run.dir: {os.path.abspath(recipe.run.dir)}\nok")
         return
     keep_freed_memory()

@@ -52,6 +52,10 @@ def memory(recipe: Recipe, ranks: int, per_node: int) -> Finding:
     """What a walk of the run's steps takes against what a process has: of its GPU, or its share of
     the RAM."""
     require_engine(recipe, ranks, per_node)
+    if recipe.parallel.offload_optimizer:
+        return ok(
+            "memory of the run", "is not known: with parallel.offload_optimizer the host steps"
+        )
     if reason := guard.missing() if choose_device(recipe.run.device).type == "cuda" else "":
         return warn("memory of the run", f"is not known: {reason}", "apt-get install g++")
     needed, there, where = memory_needed(recipe, ranks, per_node)

@@ -49,6 +49,12 @@ def test_a_model_too_large_for_the_machine_is_wrong():
     assert found.state == "wrong" and "python -m lipnext_scale.plan" in found.fix
 
 
+def test_what_cannot_be_walked_is_not_wrong():
+    offloaded = ["parallel.engine=deepspeed", "parallel.offload_optimizer=true"]
+    found = memory(load_recipe(DIGITS, offloaded), 1, 1)
+    assert found.state == "ok" and "is not known" in found.text
+
+
 # ---- data ----------------------------------------------------------------------------------------
 
 
