@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.common import command_parser, writing
+from data_prep.common import command_parser, number, writing
 from data_prep.convert import add_file, open_tar
 from data_prep.encoding import png_bytes
 from lipnext_scale.utils.errors import UserError, command
@@ -59,15 +59,20 @@ def write_shard(path: Path, samples: Iterable[tuple[str, bytes, int]]) -> None:
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = command_parser("digits", __doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory for the shards")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="directory for the shards")
+    add("--shard-samples", type=number(0), default=0, help="samples in a shard (default: all)")
     arguments = parser.parse_args(argv)
     images, labels = load_digits()
     for part, numbers in split(len(images)).items():
-        path = arguments.out / f"{part}-000000.tar.gz"
-        samples = ((f"{i:06d}", png_bytes(images[i]), int(labels[i])) for i in numbers)
-        with writing(f"--out {arguments.out}"):
-            write_shard(path, samples)
-        print(f"{path}: {len(numbers)} samples, {path.stat().st_size:,} bytes")
+        size = arguments.shard_samples or len(numbers)
+        for first in range(0, len(numbers), size):
+            shard = numbers[first : first + size]
+            path = arguments.out / f"{part}-{first // size:06d}.tar.gz"
+            samples = ((f"{i:06d}", png_bytes(images[i]), int(labels[i])) for i in shard)
+            with writing(f"--out {arguments.out}"):
+                write_shard(path, samples)
+            print(f"{path}: {len(shard)} samples, {path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":
