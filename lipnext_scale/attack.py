@@ -27,7 +27,7 @@ from lipnext_scale.certification.certificate import (
     class_name,
     map_test_set,
     open_target,
-    shared_blocks,
+    shared_facts,
     write_arrays,
     write_json,
     writing,
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         if processes.rank == 0:
             print(f"attack of {target.path} on {target.data}: {len(samples):,} samples", flush=True)
         model = target.model.to(processes.device, torch.float64)
-        certifier = Certifier(model, shared_blocks(model, processes), arguments.assume_lipschitz)
+        certifier = Certifier(model, shared_facts(model, processes), arguments.assume_lipschitz)
         about = _about(target, certifier, settings, inside)
         if certifier.assumed and processes.rank == 0:
             assumption = f"K = {certifier.lipschitz_bound:g} is assumed, not proven"

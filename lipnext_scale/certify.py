@@ -30,15 +30,15 @@ from lipnext_scale.certification.certificate import (
     map_test_set,
     open_target,
     radii_setting,
-    shared_blocks,
+    shared_facts,
     table,
     write_json,
     write_samples,
     writing,
 )
 from lipnext_scale.certification.certifier import (
-    BlockFacts,
     Certifier,
+    Facts,
     certified_radii,
     lipschitz_bound,
     load_model,
@@ -95,8 +95,8 @@ def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Proce
     dtype = getattr(torch, arguments.dtype)
     # K is of weights in the arithmetic of the forward pass; for a fast look, in float32.
     measured = torch.float32 if dtype == torch.bfloat16 else dtype
-    blocks = shared_blocks(target.model.to(processes.device, measured), processes)
-    proof, radii = _radii_of(target.model.to(dtype), blocks)
+    layers = shared_facts(target.model.to(processes.device, measured), processes)
+    proof, radii = _radii_of(target.model.to(dtype), layers)
     arrays = map_test_set(target, "certify", [repr(proof)], partial(_work, radii), processes)
     if processes.rank:
         return
@@ -121,14 +121,14 @@ def _certify(arguments: Namespace, epsilons: tuple[float, ...], processes: Proce
     print(f"{seconds:.1f} s; written: " + ", ".join(str(path) for path in written))
 
 
-def _radii_of(model: LipNeXt, blocks: list[BlockFacts]) -> tuple[Proof, Radii]:
+def _radii_of(model: LipNeXt, layers: list[Facts]) -> tuple[Proof, Radii]:
     dtype = model.head.weight.dtype
     arithmetic = str(dtype).removeprefix("torch.")
     if dtype != torch.bfloat16:
-        certifier = Certifier(model, blocks)
+        certifier = Certifier(model, layers)
         rounding = certifier.feature_rounding()
         return Proof(certifier.lipschitz_bound, arithmetic, rounding), certifier
-    bound = network_bound(blocks)
+    bound = network_bound(layers)
     return Proof(bound, arithmetic, why_not=FAST_LOOK), partial(_fast_look, model, bound)
 
 

@@ -25,9 +25,10 @@ from torch import Tensor
 import lipnext_scale
 from lipnext_scale.certification.certifier import (
     PROOF,
-    BlockFacts,
+    Facts,
+    layer_count,
     load_model,
-    measure_blocks,
+    measure_layers,
     run_of,
 )
 from lipnext_scale.checkpoint import latest_checkpoint
@@ -231,11 +232,12 @@ def map_test_set(
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def shared_blocks(model: LipNeXt, processes: Processes) -> list[BlockFacts]:
-    """The facts of all blocks, on every rank; each measures its part."""
+def shared_facts(model: LipNeXt, processes: Processes) -> list[Facts]:
+    """The facts of all layers, on every rank; each measures its part."""
     rank, ranks = processes.rank, processes.world_size
-    parts = processes.everywhere(lambda: measure_blocks(model, rank, ranks))
-    return [parts[number % ranks][number // ranks] for number in range(model.config.depth)]
+    parts = processes.everywhere(lambda: measure_layers(model, rank, ranks))
+    count = layer_count(model.config)
+    return [parts[number % ranks][number // ranks] for number in range(count)]
 
 
 def write_arrays(path: Path, arrays: Arrays) -> None:

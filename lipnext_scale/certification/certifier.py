@@ -8,7 +8,7 @@ From bottom to top: norms bounded from above, and K; the rounding of features; r
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from lipnext_scale.checkpoint.exports import is_export, load_export
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import to_unit_range
 from lipnext_scale.losses import class_distances
-from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig
+from lipnext_scale.models import BlockGroup, LipNeXt, LipNeXtConfig, is_frozen
 from lipnext_scale.models.blocks import matrix_list
 from lipnext_scale.models.layers.conv import spectrum
 from lipnext_scale.utils.errors import UserError
@@ -155,7 +155,7 @@ def above(value: float) -> float:
 #
 # features = pool ∘ block_L ∘ … ∘ block_1 ∘ stem. The stem, the shift, the activation and the
 # pooling are 1-Lipschitz for all weights, so K = Π ‖R_i‖₂·‖W_i‖₂, or of gated mixers the product of
-# their own constants.
+# their own constants. A dense neck in place of the pooling has the norms of its matrices.
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,28 @@ class BlockFacts:
     pos: float
     taps: int = 1  # k² of a kernel: so many times C are the terms of a sum
     gates: tuple[GateFacts, ...] = ()  # of gated mixers, in place of the two Frobenius norms
+
+    @property
+    def norms(self) -> tuple[float, ...]:
+        return self.rotation, self.weight
+
+
+@dataclass(frozen=True)
+class DenseFacts:
+    """Upper bounds of the norms of x ↦ act(A·x + b), A [m, n] with m ≤ n, at so many places."""
+
+    norm: float
+    frobenius: float
+    bias: float
+    terms: int  # n
+    places: int
+
+    @property
+    def norms(self) -> tuple[float, ...]:
+        return (self.norm,)
+
+
+Facts = BlockFacts | DenseFacts
 
 
 def gate_bound(made: Mapping[str, Tensor], side: int = 1) -> float:
@@ -210,18 +232,37 @@ def gate_facts(made: Mapping[str, Tensor], side: int = 1) -> GateFacts:
     )
 
 
+def layer_count(config: LipNeXtConfig) -> int:
+    """Of which there are facts: the blocks, then the matrices of a dense neck."""
+    return config.depth + (2 + config.neck_depth if config.neck == "dense" else 0)
+
+
 @torch.no_grad()
-def measure_blocks(model: LipNeXt, part: int = 0, parts: int = 1) -> list[BlockFacts]:
-    """The facts of every `parts`-th block from `part` on: several processes share the work."""
+def measure_layers(model: LipNeXt, part: int = 0, parts: int = 1) -> list[Facts]:
+    """The facts of every `parts`-th layer from `part` on: several processes share the work."""
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(f"{name}: holds values that are not finite; nothing can be certified")
-    found = []
+    found: list[Facts] = []
     for group in model.block_groups():
         for index in range(group.count):
             if (group.first + index) % parts == part:
                 found.append(_block_facts(group, index, model.config))
+    for index in range(model.config.depth, layer_count(model.config)):
+        if index % parts == part:
+            found.append(_dense_facts(model, index - model.config.depth))
     return found
+
+
+def _dense_facts(model: LipNeXt, index: int) -> DenseFacts:
+    neck = model.neck
+    assert neck is not None and neck.frozen
+    matrix = neck.matrices(neck.bias.dtype)[index]
+    places = neck.joint // len(neck.squares) if index == 0 else 1
+    bias = frobenius_above(neck.bias[index - 1]) if index else 0.0
+    return DenseFacts(
+        mixer_bound(matrix, 1), frobenius_above(matrix), bias, matrix.shape[1], places
+    )
 
 
 def _block_facts(group: BlockGroup, index: int, config: LipNeXtConfig) -> BlockFacts:
@@ -260,11 +301,12 @@ def product_loss(
     return share, (4 * terms + frobenius) * math.sqrt(numbers) * tiny
 
 
-def network_bound(blocks: Iterable[BlockFacts]) -> float:
-    """K = Π ‖R_i‖₂·‖W_i‖₂."""
+def network_bound(layers: Iterable[Facts]) -> float:
+    """K = Π ‖R_i‖₂·‖W_i‖₂, times the norms of a dense neck."""
     bound = 1.0
-    for block in blocks:
-        bound = above(above(bound * block.rotation) * block.weight)
+    for layer in layers:
+        for norm in layer.norms:
+            bound = above(bound * norm)
     if not math.isfinite(bound):
         raise UserError(
             "the weights are so large that their norm overflows; nothing can be certified"
@@ -274,7 +316,7 @@ def network_bound(blocks: Iterable[BlockFacts]) -> float:
 
 def lipschitz_bound(model: LipNeXt) -> float:
     """K of `model.features`: 1 + a little after training. Weights must be finite."""
-    return network_bound(measure_blocks(model))
+    return network_bound(measure_layers(model))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -333,7 +375,7 @@ class FeatureRounding:
 
 
 def feature_rounding(
-    blocks: Iterable[BlockFacts], config: LipNeXtConfig, dtype: torch.dtype
+    layers: Sequence[Facts], config: LipNeXtConfig, dtype: torch.dtype
 ) -> FeatureRounding:
     """The exact network begins at pixels p/255 and has weights in dtype."""
     info = torch.finfo(dtype)
@@ -346,7 +388,8 @@ def feature_rounding(
     # p/255 may round twice, for CUDA multiplies by a rounded 1/255; then - ½.
     error = Affine(unit * math.sqrt(pixels) + flushed, 3 * unit)
     largest = norm + error
-    for block in blocks:
+    for block in layers[: config.depth]:
+        assert isinstance(block, BlockFacts)
         if block.pos:
             # pos is one number for all C channels of a token.
             norm = norm + math.sqrt(width) * block.pos
@@ -376,9 +419,18 @@ def feature_rounding(
         share, beside = product_loss(terms + 1, numbers, block.weight_frobenius, dtype)
         error = error * block.weight + computed * share + beside + gamma(terms + 1, unit) * bias
         norm = norm * block.weight + bias
-    # The pooling: a sum of T squares and a root. Squares that underflow leave at most √(2·T·tiny).
+    for dense in layers[config.depth :]:
+        assert isinstance(dense, DenseFacts)
+        computed, terms = norm + error, dense.terms + 1
+        largest = largest.or_larger((computed * dense.frobenius + dense.bias) * 2)
+        share, beside = product_loss(terms, dense.places * terms, dense.frobenius, dtype)
+        beside += gamma(terms, unit) * dense.bias
+        error = error * dense.norm + computed * share + beside
+        norm = norm * dense.norm + dense.bias
     size = norm + error
-    error = error + size * gamma(tokens + 4, unit) + math.sqrt(2 * numbers * tiny)
+    if config.neck == "l2_pool":
+        # A sum of T squares and a root. Squares that underflow leave at most √(2·T·tiny).
+        error = error + size * gamma(tokens + 4, unit) + math.sqrt(2 * numbers * tiny)
     return FeatureRounding(error * OWN_ROUNDING, largest, size, dtype)
 
 
@@ -422,8 +474,13 @@ ROW_NORMS = (1e-9, 1e18)
 
 @torch.no_grad()
 def head_distances(model: LipNeXt) -> Tensor:
-    """Upper bounds of ‖w_i - w_j‖ of the exactly normalised head rows, in float64."""
+    """Upper bounds of ‖w_i - w_j‖ of the head's exact rows, in float64."""
     weight = model.head.weight.double()
+    slack = gamma(weight.shape[1] + 8)
+    if not model.head.unit:
+        distances = torch.stack([(weight - row).norm(dim=-1) for row in weight])
+        smallest = torch.finfo(weight.dtype).smallest_normal  # squares may underflow
+        return distances * (1 + slack) + 2 * math.sqrt(weight.shape[1] * smallest)
     norms = weight.norm(dim=1, keepdim=True)
     # By its bits: a row whose squares underflow has a norm of 0 and is no zero row.
     bits = torch.int64 if model.head.weight.dtype == torch.float64 else torch.int32
@@ -436,8 +493,19 @@ def head_distances(model: LipNeXt) -> Tensor:
             )
     unit_rows = weight / norms.clamp_min(ROW_NORMS[0])
     distances = torch.stack([(unit_rows - row).norm(dim=-1) for row in unit_rows])
-    slack = gamma(weight.shape[1] + 8)
     return distances * (1 + slack) + 4 * slack
+
+
+@torch.no_grad()
+def row_length(model: LipNeXt) -> float:
+    """An upper bound of the length of the head's rows."""
+    if model.head.unit:
+        return 1.0
+    longest = max(frobenius_above(row) for row in model.head.weight)
+    if not ROW_NORMS[0] <= longest <= ROW_NORMS[1]:
+        right = f"must be {ROW_NORMS[0]:g} to {ROW_NORMS[1]:g}, or its products lose digits"
+        raise UserError(f"head.weight: its longest row has norm {longest:g}: {right}")
+    return longest
 
 
 def _smallest_ratio(margins: Tensor, distances: Tensor, top: Tensor) -> Tensor:
@@ -450,14 +518,14 @@ def _smallest_ratio(margins: Tensor, distances: Tensor, top: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def nominal_radii(logits: Tensor, normalized_weight: Tensor) -> tuple[Tensor, Tensor]:
+def nominal_radii(logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """(predicted labels, radii) as if K were 1 and the logits exact: a quick look, no certificate.
 
     For training runs, in their own precision.
     """
     top = logits.argmax(1, keepdim=True)
     margins = logits.gather(1, top) - logits
-    return top.squeeze(1), _smallest_ratio(margins, class_distances(normalized_weight), top)
+    return top.squeeze(1), _smallest_ratio(margins, class_distances(rows), top)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -490,26 +558,26 @@ def run_of(path: Path) -> RunDirectory | None:
 class Certifier:
     """model: in float32 or float64, the arithmetic that is certified.
 
-    blocks: the facts of its blocks, if known; they are trusted. lipschitz: replaces the proven
+    layers: the facts of its layers, if known; they are trusted. lipschitz: replaces the proven
     bound K, for experiments: the radii are then no certificate.
     """
 
     def __init__(
         self,
         model: LipNeXt,
-        blocks: list[BlockFacts] | None = None,
+        layers: list[Facts] | None = None,
         lipschitz: float | None = None,
     ) -> None:
         require_certifiable(model)
         self.model, self.dtype = model.eval(), model.head.weight.dtype
-        blocks = blocks or measure_blocks(model)
-        if len(blocks) != model.config.depth:
-            raise ValueError(f"facts of {len(blocks)} blocks: the model has {model.config.depth}")
-        proven = network_bound(blocks)
+        layers = layers or measure_layers(model)
+        if len(layers) != (count := layer_count(model.config)):
+            raise ValueError(f"facts of {len(layers)} layers: the model has {count}")
+        proven = network_bound(layers)
         self.assumed = lipschitz is not None
         self.lipschitz_bound = proven if lipschitz is None else lipschitz
-        self.rounding = feature_rounding(blocks, model.config, self.dtype)
-        self._distances = head_distances(model)
+        self.rounding = feature_rounding(layers, model.config, self.dtype)
+        self._distances, self._row_length = head_distances(model), row_length(model)
         self._seen = fingerprint(model)
 
     @classmethod
@@ -574,10 +642,12 @@ class Certifier:
         norms = (given - 0.5).norm(dim=1) + 2 * unit * given.norm(dim=1)
         norms = norms * (1 + 1e-9) + without
         rounding = self.rounding.error.at(norms)
-        sizes = features.double().norm(dim=1) + lipschitz * without + 2 * rounding + bias
+        sizes = features.double().norm(dim=1) + lipschitz * without + 2 * rounding
+        sizes = self._row_length * sizes + bias
         # |fl(w·f + b) - (w·f + b)| ≤ γ_{C+1}·(‖w‖‖f‖ + |b|) for each of two logits, and rows that
         # are normalised to γ_{C+4}: 8·γ is more than both, and there are two places.
-        head = 16 * (gamma(width + 8, unit) * sizes + width * info.smallest_normal)
+        flushed = width * info.smallest_normal * max(1.0, self._row_length)
+        head = 16 * (gamma(width + 8, unit) * sizes + flushed)
         radii = _smallest_ratio(margins - head[:, None], distances, top)
         radii = (radii - 2 * rounding / lipschitz).clamp(min=0, max=FURTHEST)
         unbounded = self.rounding.overflows(norms) | ~(sizes <= info.max / 4)
@@ -604,9 +674,9 @@ def require_certifiable(model: LipNeXt) -> None:
         raise ValueError(
             f"a certificate needs weights and a forward pass in float32 or in float64, not {names}"
         )
-    if any(group.family is not None and not group.frozen for group in model.block_groups()):
-        layer = model.config.layer
-        raise ValueError(f"layer {layer!r}: a certificate needs stored matrices: freeze(model)")
+    if not is_frozen(model):
+        kind = f"layer {model.config.layer!r}, neck {model.config.neck!r}"
+        raise ValueError(f"{kind}: a certificate needs stored matrices: freeze(model)")
     for activation in {group.spec.activation for group in model.block_groups()} - PROVEN:
         raise ValueError(f"activation {activation!r} has no proven Lipschitz bound")
     hooks = [*_global_forward_hooks, *_global_forward_pre_hooks]

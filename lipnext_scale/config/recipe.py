@@ -103,6 +103,9 @@ class Recipe:
             if getattr(self.parallel, key) == value:
                 right = f"needs model.layer = 'manifold', not {self.model.layer!r}"
                 raise ConfigError(f"parallel.{key}", value, right)
+        if self.parallel.engine == "deepspeed" and self.model.neck != "l2_pool":
+            right = f"needs model.neck = 'l2_pool', not {self.model.neck!r}"
+            raise ConfigError("parallel.engine", "deepspeed", right)
 
     def require_batch_for(self, world_size: int) -> None:
         """Every process takes an equal share of the batch, in equal parts."""

@@ -6,6 +6,7 @@ always computes in float32: its margins are what is certified.
 
 import math
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -103,18 +104,21 @@ class FSDPEngine(Engine):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         for group in groups:
             fully_shard(group, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(model.head, mesh=mesh, reshard_after_forward=False)
+        units: list[Any] = [*groups, *filter(None, [model.neck]), model.head]
+        for unit in units[len(groups) :]:
+            fully_shard(unit, mesh=mesh, reshard_after_forward=False)
         fully_shard(model, mesh=mesh)
         if self.shares_step:
             sharings = bank_sharings(model, self.replicas()).values()
-            for unit, sharing in zip((*groups, model.head), (*sharings, None), strict=True):
+            for unit, sharing in zip_longest(units, sharings):
                 assert isinstance(unit, FSDPModule)
+                assert isinstance(unit, nn.Module)
                 unit.set_all_reduce_hook(partial(self._reduce_over_replicas, unit, sharing))
         if ahead := self.config.prefetch:
-            units: list[Any] = groups
-            for index, unit in enumerate(units):
-                unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])
-                unit.set_modules_to_backward_prefetch(units[max(0, index - ahead) : index][::-1])
+            sharded: list[Any] = groups
+            for index, group in enumerate(sharded):
+                group.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + ahead])
+                group.set_modules_to_backward_prefetch(sharded[max(0, index - ahead) : index][::-1])
         return model
 
     @torch.no_grad()
@@ -193,6 +197,10 @@ def initialise_shards(model: LipNeXt, seed: int) -> None:
         local_part(group.bias).zero_()
         if group.pos is not None:
             local_part(group.pos).zero_()
+    for name, value in model.neck.initial(seed).items() if model.neck is not None else ():
+        parameter = getattr(model.neck, name)
+        start, stop = local_range(parameter)
+        local_part(parameter).copy_(value[start:stop])
     start, stop = local_range(model.head.weight)
     local_part(model.head.weight).copy_(model.head.initial_weight(seed)[start:stop])
     local_part(model.head.bias).zero_()

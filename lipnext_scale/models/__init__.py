@@ -9,6 +9,7 @@ from lipnext_scale.models.lipnext import (
     LipNeXtConfig,
     WeightLayout,
     freeze,
+    is_frozen,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "freeze",
     "fused_group",
     "group_reference",
+    "is_frozen",
 ]

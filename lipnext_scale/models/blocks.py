@@ -69,6 +69,10 @@ def minmax(x: Tensor) -> Tensor:
     return torch.cat([torch.maximum(one, two), torch.minimum(one, two)], dim=-1)
 
 
+def activated(x: Tensor, spec: "BlockSpec") -> Tensor:
+    return beta_abs(x, spec.beta) if spec.activation == "beta_abs" else minmax(x)
+
+
 def l2_pool(x: Tensor) -> Tensor:
     """The l2 norm over H and W of each channel, in float32 or better. Its gradient at 0 is 0."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -98,7 +102,7 @@ def block_reference(
     x = F.linear(x, rotation)
     x = spatial_shift(x, spec.shift_part, spec.padding)
     x = F.linear(x, weight, bias)
-    return beta_abs(x, spec.beta) if spec.activation == "beta_abs" else minmax(x)
+    return activated(x, spec)
 
 
 def mixed_group(
@@ -112,7 +116,7 @@ def mixed_group(
     for index, block_bias in enumerate(bias.unbind(0)):
         x = mixers[2 * index](x if pos is None else x + pos[index])
         x = mixers[2 * index + 1](spatial_shift(x, spec.shift_part, spec.padding)) + block_bias
-        x = beta_abs(x, spec.beta) if spec.activation == "beta_abs" else minmax(x)
+        x = activated(x, spec)
     return x
 
 

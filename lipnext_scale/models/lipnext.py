@@ -26,6 +26,7 @@ from lipnext_scale.models.layers import (
     convolution,
 )
 from lipnext_scale.models.layers.conv import LARGEST_GRID, ORTHOGONAL
+from lipnext_scale.models.neck import Neck, square_side
 from lipnext_scale.utils.config import ConfigError, changeable
 
 # --------------------------------------------------------------------------------------------------
@@ -194,6 +195,13 @@ class LipNeXtConfig:
     layer: LayerName = "manifold"
     # 3: the mixers are 3×3 convolutions, where the layer has one; the shift is then left out.
     kernel_size: int = 1
+    # From tokens to features: L2 pooling, or LiResNet's dense layers (models/neck.py), which give
+    # neck_width features and have neck_depth further layers.
+    neck: Literal["l2_pool", "dense"] = "l2_pool"
+    neck_width: int = 256
+    neck_depth: int = 0
+    # The head's rows: of length 1, or of any, whose length is then a learned scale of the logits.
+    head: Literal["unit", "free"] = "unit"
     # Blocks in a group, the unit of sharding. 0: the engine chooses; without one, all in one.
     blocks_per_bank: int = changeable(0)
 
@@ -220,9 +228,11 @@ class LipNeXtConfig:
         for key, choices in _CHOICES.items():
             if getattr(self, key) not in choices:
                 raise ConfigError(key, getattr(self, key), f"must be one of {', '.join(choices)}")
-        if self.activation == "minmax" and self.width % 2:
-            raise ConfigError("width", self.width, "must be even for activation minmax")
+        for key in ("width", "neck_width"):
+            if self.activation == "minmax" and getattr(self, key) % 2:
+                raise ConfigError(key, getattr(self, key), "must be even for activation minmax")
         self._check_kernel()
+        self._check_neck()
         if not 0 <= self.blocks_per_bank <= self.depth:
             raise ConfigError(
                 "blocks_per_bank",
@@ -245,6 +255,17 @@ class LipNeXtConfig:
             right = f"must leave at most {most}: a kernel of layer {self.layer!r} reaches them all"
             raise ConfigError("patch_size", self.patch_size, right)
 
+    def _check_neck(self) -> None:
+        if self.neck == "l2_pool":
+            return
+        most = (self.side // square_side(self.side)) ** 2 * self.width
+        if not 1 <= self.neck_width <= most:
+            squares = f"{self.side}×{self.side} tokens of width {self.width}"
+            right = f"must be 1 to {most} for {squares}"
+            raise ConfigError("neck_width", self.neck_width, right)
+        if not 0 <= self.neck_depth < 2**31:
+            raise ConfigError("neck_depth", self.neck_depth, "must be at least 0")
+
     def require_radius(self, key: str, radius: float) -> None:
         """A larger one reaches every image; a whole number is one without its 255."""
         largest = self.image_size * math.sqrt(self.in_channels)
@@ -266,30 +287,48 @@ class LipNeXtConfig:
         """2·L·W²: the parameters in orthogonal matrices, the paper's count; or those in kernels."""
         return 2 * self.depth * self.width**2 * self.kernel_size**2
 
+    @property
+    def features(self) -> int:
+        """That the head sees."""
+        return self.width if self.neck == "l2_pool" else self.neck_width
+
+    @property
+    def dense_products(self) -> int:
+        """Multiplications behind the blocks for an image."""
+        head = self.features * self.num_classes
+        if self.neck == "l2_pool":
+            return head
+        joint = (self.side // square_side(self.side)) ** 2 * self.width
+        vector = self.neck_width * (joint + self.neck_depth * self.neck_width)
+        return (self.side * self.width) ** 2 + vector + head
+
 
 _CHOICES = {
     "layer": get_args(LayerName),
     "padding": ("circular", "zero"),
     "activation": ("beta_abs", "minmax"),
+    "neck": ("l2_pool", "dense"),
+    "head": ("unit", "free"),
 }
 
 
 class Head(nn.Module):
-    """logits = normalise_rows(w)·f + b, computed in float32 or better."""
+    """logits = w·f + b, computed in float32 or better; unit: with the rows of w normalised."""
 
-    def __init__(self, width: int, num_classes: int) -> None:
+    def __init__(self, width: int, num_classes: int, unit: bool = True) -> None:
         super().__init__()
         self.shape = num_classes, width  # of the whole weight, of which a process may hold less
+        self.unit = unit
         self.weight = nn.Parameter(torch.empty(self.shape))
         self.bias = nn.Parameter(torch.empty(num_classes))
 
-    def normalized_weight(self) -> Tensor:
+    def rows(self) -> Tensor:
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        return F.normalize(self.weight.to(dtype), dim=-1)
+        return F.normalize(self.weight.to(dtype), dim=-1) if self.unit else self.weight.to(dtype)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits, normalised rows): the losses need both, and sharded rows exist only in here."""
-        weight = self.normalized_weight()
+        """(logits, rows): the losses need both, and sharded rows exist only in here."""
+        weight = self.rows()
         logits = F.linear(features.to(weight.dtype), weight, self.bias.to(weight.dtype))
         return logits, weight
 
@@ -299,9 +338,10 @@ class Head(nn.Module):
         self.bias.zero_()
 
     def initial_weight(self, seed: int) -> Tensor:
-        """Always drawn on the CPU, as `random_orthogonal`."""
+        """Always drawn on the CPU, as `random_orthogonal`. Free rows begin with length 1."""
         generator = torch.Generator().manual_seed((seed * 1_000_003 + 999_983) % 2**63)
-        return torch.randn(self.shape, generator=generator, device="cpu")
+        weight = torch.randn(self.shape, generator=generator, device="cpu")
+        return weight if self.unit else F.normalize(weight, dim=-1)
 
 
 class LipNeXt(nn.Module):
@@ -344,7 +384,9 @@ class LipNeXt(nn.Module):
             )
             for first in range(0, config.depth, per_bank)
         )
-        self.head = Head(config.width, config.num_classes)
+        neck = (config.side, config.width, config.neck_width, config.neck_depth, spec, frozen)
+        self.neck = None if config.neck == "l2_pool" else Neck(*neck)
+        self.head = Head(config.features, config.num_classes, config.head == "unit")
         if not self.head.weight.is_meta:
             self.reset_parameters(int(torch.randint(2**31, ())) if seed is None else seed)
 
@@ -356,10 +398,12 @@ class LipNeXt(nn.Module):
         """Fill all weights from a seed; the same values for every grouping of the blocks."""
         for group in self.block_groups():
             group.reset_parameters(seed)
+        if self.neck is not None:
+            self.neck.reset_parameters(seed)
         self.head.reset_parameters(seed)
 
     def features(self, images: Tensor) -> Tensor:
-        """The pooled features [N, width] whose l2 distance the certificate is about."""
+        """[N, width] or [N, neck_width]; the certificate is about their l2 distances."""
         return self._features(images)[0]
 
     def _features(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -372,10 +416,10 @@ class LipNeXt(nn.Module):
             if isinstance(x, tuple):
                 x, norm = x
                 lipschitz = norm if lipschitz is None else lipschitz * norm
-        return blocks.l2_pool(x), lipschitz
+        return (blocks.l2_pool(x) if self.neck is None else self.neck(x)), lipschitz
 
     def forward(self, images: Tensor, with_head: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """The logits; with `with_head` (logits, the head's normalised rows).
+        """The logits; with `with_head` (logits, the head's rows).
 
         Rows are K times as long where K is not 1 by construction: losses and radii then see
         K·‖w_i - w_j‖.
@@ -401,22 +445,33 @@ class LipNeXt(nn.Module):
             )
 
 
+def is_frozen(model: LipNeXt) -> bool:
+    """All matrices are stored, none is made of free parameters."""
+    groups = all(group.family is None or group.frozen for group in model.block_groups())
+    return groups and (model.neck is None or model.neck.frozen)
+
+
 @torch.no_grad()
 def freeze(model: LipNeXt) -> LipNeXt:
     """The same network with stored matrices: made of free parameters once, in float64, rounded to
     the model's type. This is what is exported, attacked and certified."""
-    groups = model.block_groups()
-    if all(group.family is None or group.frozen for group in groups):
+    if is_frozen(model):
         return model
     weight = model.head.weight
     with torch.device("meta"):
         frozen = LipNeXt(model.config, frozen=True)
     frozen = frozen.to_empty(device=weight.device).to(weight.dtype).train(model.training)
     frozen.head.load_state_dict(model.head.state_dict())
-    for group, still in zip(groups, frozen.block_groups(), strict=True):
+    if frozen.neck is not None and model.neck is not None:
+        frozen.neck.store(model.neck)
+    for group, still in zip(model.block_groups(), frozen.block_groups(), strict=True):
         still.bias.copy_(group.bias)
         if still.pos is not None and group.pos is not None:
             still.pos.copy_(group.pos)
+        if group.family is None:
+            matrices = blocks.matrix_list(group.orthogonal_weights())
+            still.bank.copy_(torch.stack([*matrices]).view_as(still.bank))
+            continue
         made = group.made(torch.float64)
         if still.family is None:
             still.bank.copy_(made["matrix"])
@@ -430,7 +485,7 @@ def freeze(model: LipNeXt) -> LipNeXt:
 # --------------------------------------------------------------------------------------------------
 # Stable names of weights, the same for every grouping and layout of the parameters.
 #
-#     blocks.{i}.R, blocks.{i}.W, blocks.{i}.bias, blocks.{i}.pos, head.weight, head.bias
+#     blocks.{i}.R, blocks.{i}.W, blocks.{i}.bias, blocks.{i}.pos, neck.…, head.weight, head.bias
 #
 # with blocks.{i}.mix1.NAME, blocks.{i}.mix2.NAME in place of R and W where a family has parameters.
 # Exports and checkpoints use only these, so they fit every grouping, layout and world size.
@@ -473,6 +528,8 @@ def named_parts(model: LipNeXt) -> list[NamedPart]:
             parts.append(NamedPart(f"{block}.bias", group.bias, (index,)))
             if group.pos is not None:
                 parts.append(NamedPart(f"{block}.pos", group.pos, (index,)))
+    if model.neck is not None:
+        parts += [NamedPart(f"neck.{name}", p) for name, p in model.neck.named_parameters()]
     parts.append(NamedPart("head.weight", model.head.weight))
     parts.append(NamedPart("head.bias", model.head.bias))
     return parts

@@ -44,7 +44,7 @@ def training_flops_per_image(config: LipNeXtConfig) -> float:
     matrices = 2.0 if isinstance(FAMILIES.get(config.layer), Gated) else 1  # of a mixer
     if config.kernel_size > 1 and config.layer in ORTHOGONAL:
         matrices *= 2 / config.kernel_size**2  # complex ones, of half of the frequencies
-    return 6.0 * (matrices * config.bank_parameters * tokens + config.width * config.num_classes)
+    return 6.0 * (matrices * config.bank_parameters * tokens + config.dense_products)
 
 
 def peak_tflops(name: str, precision: str) -> float:

@@ -39,13 +39,32 @@ def exact_features(model: LipNeXt, images: torch.Tensor, number=extended) -> np.
             x = _shift(_mixed(x, group, (index, 0), number), config)
             x = _mixed(x, group, (index, 1), number)
             x = _activation(x + number(group.bias[index]), config)
+    if model.neck is not None:
+        return _neck(x, model, number)
     return root((x * x).sum(axis=(1, 2)))
+
+
+def _neck(x: np.ndarray, model: LipNeXt, number) -> np.ndarray:
+    """Squares of tokens side by side, row after row; then dense layers."""
+    neck, size = model.neck, model.neck.square
+    count, side = x.shape[:2]
+    squares = [
+        x[:, i : i + size, j : j + size].reshape(count, -1) @ number(neck.squares).T
+        for i in range(0, side, size)
+        for j in range(0, side, size)
+    ]
+    x = np.concatenate(squares, axis=1)
+    matrices = [neck.vector, *([] if neck.dense is None else neck.dense)]
+    for matrix, bias in zip(matrices, neck.bias, strict=True):
+        x = _activation(x @ number(matrix).T + number(bias), model.config)
+    return x
 
 
 def exact_logits(model: LipNeXt, images: torch.Tensor, number=extended) -> np.ndarray:
     rows = number(model.head.weight)
-    norms = root((rows * rows).sum(axis=1))
-    rows = rows / np.where(norms == 0, 1, norms)[:, None]
+    if model.config.head == "unit":
+        norms = root((rows * rows).sum(axis=1))
+        rows = rows / np.where(norms == 0, 1, norms)[:, None]
     return exact_features(model, images, number) @ rows.T + number(model.head.bias)
 
 
@@ -102,8 +121,9 @@ def _shift(x: np.ndarray, config: LipNeXtConfig) -> np.ndarray:
 
 
 def _activation(x: np.ndarray, config: LipNeXtConfig) -> np.ndarray:
+    width = x.shape[-1]
     if config.activation == "minmax":
-        one, two = x[..., : config.width // 2], x[..., config.width // 2 :]
+        one, two = x[..., : width // 2], x[..., width // 2 :]
         return np.concatenate([np.maximum(one, two), np.minimum(one, two)], axis=-1)
-    count = int(config.width * config.beta)
+    count = int(width * config.beta)
     return np.concatenate([abs(x[..., :count]), x[..., count:]], axis=-1)

@@ -92,9 +92,10 @@ def draw(seed: int) -> Case:
     patch, channels = rng.choice([1, 2]), rng.choice([1, 3])
     least = channels * patch**2
     widths = [least + least % 2, 12, 16, *([] if kind in CONVOLUTIONS else [64])]
+    width = rng.choice([64, 128, 256] if kind == "aligned" else widths)
     config = LipNeXtConfig(
         depth=rng.randint(1, 4),
-        width=rng.choice([64, 128, 256] if kind == "aligned" else widths),
+        width=width,
         image_size=patch * rng.choice([1, 3, 4]),
         patch_size=patch,
         in_channels=channels,
@@ -107,6 +108,10 @@ def draw(seed: int) -> Case:
         blocks_per_bank=rng.choice([0, 1]),
         layer=STORED.get(kind, "manifold"),
         kernel_size=3 if kind in CONVOLUTIONS else 1,
+        neck=rng.choice(["l2_pool", "dense"] if width <= 16 else ["l2_pool"]),
+        neck_width=rng.choice([2, width - width % 2]),
+        neck_depth=rng.randint(0, 2),
+        head=rng.choice(["unit", "free"]),
     )
     model = freeze(LipNeXt(config, seed).to(dtype))
     with torch.no_grad():
@@ -124,8 +129,15 @@ def draw(seed: int) -> Case:
             for vector in (group.bias, group.pos):
                 if vector is not None:
                     fill(vector, rng, generator)
+        if model.neck is not None:
+            for matrix in model.neck.matrices(dtype):
+                if rng.random() < 0.5:
+                    made = draw_matrix(rng.choice(MATRICES), matrix.shape[1], rng, generator)
+                    matrix.copy_(made[: len(matrix)])
+            fill(model.neck.bias, rng, generator)
         fill(model.head.bias, rng, generator)
-        model.head.weight *= 10.0 ** torch.randint(-8, 16, (config.num_classes, 1))
+        largest = 16 if config.head == "unit" else 4
+        model.head.weight *= 10.0 ** torch.randint(-8, largest, (config.num_classes, 1))
         model.head.weight[0] *= rng.random() < 0.9
         if kind == "aligned":
             align(model)
@@ -230,6 +242,10 @@ def attacked(case: Case) -> int:
     return int((radii > 0).sum())
 
 
+def is_large(case: Case) -> bool:
+    return case.model.neck is not None or case.kind in ("huge", "mixed", *STORED)
+
+
 def fuzz(seeds: range) -> dict[str, dict[str, list[float]]]:
     """kind → what was seen in its networks. A failure names its seed."""
     seen: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -238,7 +254,7 @@ def fuzz(seeds: range) -> dict[str, dict[str, list[float]]]:
         try:
             share, certified = tightness(case), attacked(case)
         except UserError as refused:  # K itself overflows
-            assert "overflows" in str(refused) and case.kind in ("huge", "mixed", *STORED), seed
+            assert "overflows" in str(refused) and is_large(case), seed
             continue
         except AssertionError as failure:
             raise AssertionError(

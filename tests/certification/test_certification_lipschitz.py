@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipnext_scale.certification import Certifier, lipschitz_bound
-from lipnext_scale.certification.certifier import gram_bound, measure_blocks, spectral_norm_bound
+from lipnext_scale.certification.certifier import gram_bound, measure_layers, spectral_norm_bound
 from lipnext_scale.manifold import random_orthogonal
 from lipnext_scale.models import LipNeXt, LipNeXtConfig
 from lipnext_scale.utils.errors import UserError
@@ -64,7 +64,7 @@ def test_the_network_bound_is_the_product_over_its_layers() -> None:
     model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 1, 10, blocks_per_bank=2), seed=0)
     assert 1 <= lipschitz_bound(model) < 1 + 1e-5
     with pytest.raises(ValueError, match="facts of 2 blocks"):  # the share of one of two ranks
-        Certifier(model, measure_blocks(model, 0, 2))
+        Certifier(model, measure_layers(model, 0, 2))
     with torch.no_grad():
         model.groups[0].bank[0, 1] *= 1.1  # W of the first block
         model.groups[1].bank[0, 1] *= 1.2  # of the last one

@@ -3,6 +3,7 @@
 test_certification_fuzz.py tries many others.
 """
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
@@ -93,7 +94,7 @@ def worst_case(model: LipNeXt, byte: int) -> mpmath.mpf:
     For constant, positive weights: then all channels of all tokens are one number.
     """
     config, up = model.config, 1 + mpmath.mpf(torch.finfo(model.head.weight.dtype).eps) / 2
-    width, tokens = config.width, (config.image_size // config.patch_size) ** 2
+    tokens = (config.image_size // config.patch_size) ** 2
     group = model.block_groups()[0]
     weights, terms = stored_weights(model)
 
@@ -104,9 +105,15 @@ def worst_case(model: LipNeXt, byte: int) -> mpmath.mpf:
             x = (x + mpmath.mpf(group.pos[index][0, 0].item())) * up
             x = terms * rotation * x * up**terms
             x = (terms * weight * x + mpmath.mpf(group.bias[index][0].item())) * up ** (terms + 1)
-        return x * mpmath.sqrt(tokens * up**tokens) * up
+        if model.neck is None:
+            return x * mpmath.sqrt(tokens * up**tokens) * up
+        for index, matrix in enumerate(model.neck.matrices(model.head.weight.dtype)):
+            count = matrix.shape[1]
+            bias = mpmath.mpf(model.neck.bias[index - 1][0].item()) if index else 0
+            x = (count * mpmath.mpf(matrix[0, 0].item()) * x + bias) * up ** (count + bool(index))
+        return x
 
-    return mpmath.sqrt(width) * (features(up) - features(mpmath.mpf(1)))
+    return mpmath.sqrt(config.features) * (features(up) - features(mpmath.mpf(1)))
 
 
 # (depth, width, image, patch, pos, bias): each has another part of the bound that cannot be missed.
@@ -120,6 +127,8 @@ WORST = {
     "all": (3, 16, 16, 4, 1.0, 1.0),
     "kernels": (3, 4, 8, 2, 1.0, 1.0),
     "full kernels": (3, 4, 8, 2, 0.0, 1e6),
+    "neck": (1, 4, 16, 2, 0.0, 0.0),
+    "neck, bias": (1, 16, 4, 4, 0.0, 1e6),
 }
 CONVOLVED = {"kernels": "lip_reg", "full kernels": "cayley"}
 
@@ -132,6 +141,8 @@ def test_the_worst_arithmetic_is_within_the_bound(dtype: torch.dtype, name: str)
     config = LipNeXtConfig(depth, width, side, patch, 1, 2)
     if name in CONVOLVED:
         config = replace(config, layer=CONVOLVED[name], kernel_size=3)
+    if name.startswith("neck"):
+        config = replace(config, neck="dense", neck_width=16, neck_depth=1)
     model = freeze(LipNeXt(config, 0)).to(dtype)
     with torch.no_grad():
         group = model.groups[0]
@@ -139,7 +150,10 @@ def test_the_worst_arithmetic_is_within_the_bound(dtype: torch.dtype, name: str)
         weights, terms = stored_weights(model)
         weights.fill_(2 / terms)
         group.pos.fill_(pos)
-        group.bias.fill_(bias)
+        group.bias.fill_(0 if model.neck is not None else bias)
+        for matrix in model.neck.matrices(dtype) if model.neck is not None else ():
+            matrix.fill_(2 / math.sqrt(matrix.numel()))
+            model.neck.bias.fill_(bias)
     image = torch.full((1, 1, side, side), 200 / 255, dtype=torch.float64)
     with mpmath.workdps(60):
         share = float(worst_case(model, 200) / bound_at(model, image)[0])
@@ -228,7 +242,7 @@ def test_both_ends_of_a_radius_lose_their_rounding() -> None:
     for offset, slope in ((0.0, 0.0), (1e-3, 0.0), (0.0, 1e-3), (1e-3, 1e-2)):
         certifier.rounding = replace(certifier.rounding, error=Affine(offset, slope))
         labels, radii = certifier(images)
-        logits, rows = model(images), model.head.normalized_weight()
+        logits, rows = model(images), model.head.rows()
         for i, (label, radius) in enumerate(zip(labels.tolist(), radii.tolist(), strict=True)):
             if radius == 0:
                 continue

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lipnext_scale.certification import Certifier, lipschitz_bound
-from lipnext_scale.certification.certifier import gate_bound, measure_blocks, norm_bound
+from lipnext_scale.certification.certifier import gate_bound, measure_layers, norm_bound
 from lipnext_scale.checkpoint.exports import load_export, save_export
 from lipnext_scale.models import LipNeXt, LipNeXtConfig, freeze
 from lipnext_scale.models.layers import FAMILIES
@@ -105,8 +105,8 @@ def test_a_network_that_is_not_frozen_is_refused() -> None:
 
 def test_several_processes_share_the_blocks() -> None:
     frozen = freeze(perturbed("cpl"))
-    whole = measure_blocks(frozen)
-    parts = [measure_blocks(frozen, part, 2) for part in range(2)]
+    whole = measure_layers(frozen)
+    parts = [measure_layers(frozen, part, 2) for part in range(2)]
     assert whole == [parts[0][0], parts[1][0], parts[0][1]]
 
 

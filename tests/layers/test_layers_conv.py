@@ -14,7 +14,7 @@ from torch.autograd import gradcheck
 from lipnext_scale import plan
 from lipnext_scale.attacks import Attacker, AttackSettings, hunt
 from lipnext_scale.certification import Certifier
-from lipnext_scale.certification.certifier import convolution_bound, measure_blocks
+from lipnext_scale.certification.certifier import convolution_bound, measure_layers
 from lipnext_scale.checkpoint.exports import load_export, save_export
 from lipnext_scale.data import read_samples
 from lipnext_scale.models import LipNeXt, freeze
@@ -152,7 +152,7 @@ def test_a_frozen_network_is_the_function_that_was_trained(layer: str, tmp_path)
         assert torch.equal(load_export(tmp_path / "x.safetensors")(images()), frozen(images()))
         rows = model(images(), with_head=True)[1].norm(dim=1)
     bound = 1.0
-    for block in measure_blocks(frozen):
+    for block in measure_layers(frozen):
         bound *= block.rotation * block.weight
     if layer == "lip_reg":  # what the loss sees is K, bounded from above
         assert bound <= rows[0] * (1 + 1e-5) and rows[0] <= bound * 20 ** (6 / 128)

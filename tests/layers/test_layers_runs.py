@@ -102,6 +102,7 @@ SHARDED = {
     "lip_reg": ["model.layer=lip_reg", "model.blocks_per_bank=2"],
     "aol": ["model.layer=aol", "parallel.engine=ddp"],
     "convolution": ["model.layer=cayley", "model.kernel_size=3", "model.blocks_per_bank=2"],
+    "neck": ["model.neck=dense", "model.neck_width=8", "model.neck_depth=1", "model.head=free"],
 }
 
 
@@ -110,7 +111,8 @@ def test_engines_train_as_one_process_does(tmp_path) -> None:
     """FSDP, whose ranks hold some blocks each, and DDP; to rounding, in float64."""
     on_two = run_each(2, tmp_path, SHARDED)
     for name, overrides in SHARDED.items():
-        same = [key for key in overrides if key.startswith(("model.layer", "model.kernel"))]
+        layers = ("model.layer", "model.kernel", "model.neck", "model.head")
+        same = [key for key in overrides if key.startswith(layers)]
         alone = train(tmp_path / f"single {name}", *same)
         assert on_two[name].engine.startswith("ddp" if name == "aol" else "fsdp 1 × 2")
         assert_parity(on_two[name], alone, KINDS - {"buffer"})

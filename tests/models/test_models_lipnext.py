@@ -229,7 +229,7 @@ def test_head_rows_are_normalised():
     with torch.no_grad():
         model.head.weight.mul_(torch.tensor([[0.1], [3.0], [100.0], [1.0]]))
     torch.testing.assert_close(model(images()), before, rtol=1e-5, atol=1e-5)
-    rows = model.head.normalized_weight().norm(dim=1)
+    rows = model.head.rows().norm(dim=1)
     torch.testing.assert_close(rows, torch.ones(4))
     with torch.no_grad():
         model.head.bias.copy_(torch.arange(4.0))

@@ -106,7 +106,7 @@ def test_logit_differences_are_bounded_by_the_class_distances():
     model = trained_like({}, 3)
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.rand(500, 3, 8, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    w = model.head.normalized_weight()
+    w = model.head.rows()
     change = model(x) - model(y)
     apart = (x - y).flatten(1).norm(dim=1)
     for i in range(4):
