@@ -3,7 +3,7 @@
 An export is one safetensors file under the stable names of `models.lipnext`, whose metadata has the
 architecture as JSON, `model`; in it `data`, which older ones lack, has how test images were made
 and what the classes are called. Or it is a directory of such a file, model.safetensors, and
-config.json, which has the same for people and tools.
+config.json, which has the same for people and tools. `zoo:NAME` is one that ships with the package.
 """
 
 import dataclasses
@@ -69,13 +69,29 @@ def save_export(model: LipNeXt, path: Path, data: DataFacts | None = None) -> No
         write_atomically(path / CONFIG, described.encode())
 
 
+ZOO = Path(__file__).parents[1] / "zoo"
+_IN_ZOO = "zoo:"
+
+
+def in_zoo(path: Path) -> Path:
+    """The file of zoo:NAME; any other path as it is."""
+    if not str(path).startswith(_IN_ZOO):
+        return path
+    found = {file.stem: file for file in sorted(ZOO.glob(f"*{SUFFIX}"))}
+    if (name := str(path).removeprefix(_IN_ZOO)) not in found:
+        raise UserError(f"{path}: is not in the zoo, which has {', '.join(found)}")
+    return found[name]
+
+
 def is_export(path: Path) -> bool:
+    path = in_zoo(path)
     return path.is_file() or (path / WEIGHTS).is_file()
 
 
 @contextmanager
 def open_export(path: Path) -> Iterator[tuple[LipNeXtConfig, Any]]:
     """(architecture, safetensors file) of an export; anything wrong with it is a UserError."""
+    path = in_zoo(path)
     weights = path / WEIGHTS if path.is_dir() else path
     if not weights.is_file():
         raise UserError(

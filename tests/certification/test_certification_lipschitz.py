@@ -63,7 +63,7 @@ def test_the_network_bound_is_the_product_over_its_layers() -> None:
     """1.1 and 1.2 in different blocks multiply, and so does 1.3 in R."""
     model = LipNeXt(LipNeXtConfig(3, 16, 8, 2, 1, 10, blocks_per_bank=2), seed=0)
     assert 1 <= lipschitz_bound(model) < 1 + 1e-5
-    with pytest.raises(ValueError, match="facts of 2 blocks"):  # the share of one of two ranks
+    with pytest.raises(ValueError, match="facts of 2 layers"):  # the share of one of two ranks
         Certifier(model, measure_layers(model, 0, 2))
     with torch.no_grad():
         model.groups[0].bank[0, 1] *= 1.1  # W of the first block

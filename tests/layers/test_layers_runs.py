@@ -115,7 +115,7 @@ def test_engines_train_as_one_process_does(tmp_path) -> None:
         same = [key for key in overrides if key.startswith(layers)]
         alone = train(tmp_path / f"single {name}", *same)
         assert on_two[name].engine.startswith("ddp" if name == "aol" else "fsdp 1 × 2")
-        assert_parity(on_two[name], alone, KINDS - {"buffer"})
+        assert_parity(on_two[name], alone, KINDS if name == "neck" else KINDS - {"buffer"})
         assert alone.losses[-1] < alone.losses[0]
 
 
