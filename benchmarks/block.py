@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.timing import interleaved, machine, print_rows
 from lipnext_scale.models import BlockGroup, BlockSpec, fused_group, group_reference
 from lipnext_scale.utils.cpu import keep_freed_memory
+from lipnext_scale.utils.products import product
 
 BLOCKS, BATCH, SIDE = 8, 64, 8
 BARE = "48 bare products"
@@ -29,13 +30,13 @@ def bare_products(width: int) -> Callable[[], object]:
 
     def run() -> None:
         for u, mixed, _, _, rotation, weight in blocks:
-            torch.mm(u, rotation.mT)
-            torch.mm(mixed, weight.mT)
+            product(u, rotation)
+            product(mixed, weight)
         for u, mixed, grad, grad_mixed, rotation, weight in reversed(blocks):
-            torch.mm(grad.mT, mixed)
-            torch.mm(grad, weight)
-            torch.mm(grad_mixed.mT, u)
-            torch.mm(grad_mixed, rotation)
+            product(grad.mT, mixed.mT)
+            product(grad, weight.mT)
+            product(grad_mixed.mT, u.mT)
+            product(grad_mixed, rotation.mT)
 
     return run
 

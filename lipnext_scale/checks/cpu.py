@@ -24,6 +24,7 @@ from lipnext_scale.distributed.processes import Processes
 from lipnext_scale.losses import class_distances, emma_loss
 from lipnext_scale.planning.ledger import Ledger
 from lipnext_scale.utils.cpu import keep_freed_memory
+from lipnext_scale.utils.products import product
 
 SECONDS = 40.0  # for all
 WIDTHS = (16, 32, 64, 128, 256, 512, 1024)
@@ -91,12 +92,13 @@ def products() -> Iterator[Case]:
         rows, out, weight = torch.randn(ROWS, d), torch.empty(ROWS, d), torch.randn(d, d)
         stack = torch.randn(max(1, STACK // (4 * d * d)), d, d)
         flops = 2 * ROWS * d * d
-        yield "products", "tall", d, flops, partial(torch.mm, rows, weight.mT, out=out)
-        yield "products", "inner", d, flops, partial(torch.mm, rows.mT, rows, out=weight.clone())
+        yield "products", "tall", d, flops, partial(product, rows, weight, out=out)
+        inner = partial(product, rows.mT, rows.mT, out=weight.clone())
+        yield "products", "inner", d, flops, inner
         flops = 2 * len(stack) * d**3
         yield "products", "stack", d, flops, partial(torch.bmm, stack, stack, out=stack.clone())
     small = torch.randn(64, 64)  # little more than a call, with the threads' start
-    yield "host", "call", 1, 0.0, partial(torch.mm, small, small, out=small.clone())
+    yield "host", "call", 1, 0.0, partial(product, small, small, out=small.clone())
 
 
 def passes() -> Iterator[Case]:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from lipnext_scale.models import kernels
 from lipnext_scale.models.blocks import SHIFTS, BlockSpec, Matrices, matrix_list
+from lipnext_scale.utils.products import product
 
 
 def fused_group(
@@ -45,7 +46,7 @@ class _FusedGroup(torch.autograd.Function):
         kept: list[Tensor] = []
         u = x if pos is None else x + pos[0]
         for index in range(len(bias)):
-            mixed = u.view(-1, u.shape[-1]) @ matrices[2 * index].mT
+            mixed = product(u.view(-1, u.shape[-1]), matrices[2 * index])
             passes.shift_(mixed.view(x.shape), backward=False)
             # What is returned must be no view, or FSDP cannot hook on to it.
             z = torch.empty_like(x)
@@ -85,14 +86,14 @@ class _FusedGroup(torch.autograd.Function):
             passes.activate_backward(source, choice, grad, shape, block_bias, next_pos)
             source = grad
             if need_weights:
-                torch.mm(grad.mT, mixed, out=grad_matrices[2 * index + 1])
-            torch.mm(grad, matrices[2 * index + 1], out=other)
+                product(grad.mT, mixed.mT, out=grad_matrices[2 * index + 1])
+            product(grad, matrices[2 * index + 1].mT, out=other)
             passes.shift_(other.view(shape), backward=True)
             if need_weights:
-                torch.mm(other.mT, u.view(-1, channels), out=grad_matrices[2 * index])
+                product(other.mT, u.view(-1, channels).mT, out=grad_matrices[2 * index])
             if index == 0 and not (need_x or need_pos):
                 break
-            torch.mm(other, matrices[2 * index], out=grad)
+            product(other, matrices[2 * index].mT, out=grad)
         if grad_pos is not None:
             passes.sum_tokens(grad.view(shape), grad_pos[0])
         grad_x = grad.view(shape) if need_x else None
@@ -131,7 +132,7 @@ class _Passes:
     ) -> Tensor:
         """z = act(mixed·Wᵀ + b) + next_pos; returns what the backward pass must know of act."""
         rows = z.view(mixed.shape)
-        torch.addmm(bias, mixed, weight.mT, out=rows)
+        product(mixed, weight, bias, out=rows)
         choice = _activate_(rows, self.spec)
         if next_pos is not None:
             z.add_(next_pos)
@@ -171,7 +172,7 @@ class _KernelPasses(_Passes):
         self, mixed: Tensor, weight: Tensor, bias: Tensor, next_pos: Tensor | None, z: Tensor
     ) -> Tensor:
         rows = z.view(mixed.shape)
-        torch.mm(mixed, weight.mT, out=rows)
+        product(mixed, weight, out=rows)
         return kernels.activate_(rows, bias, next_pos, int(rows.shape[-1] * self.spec.beta))
 
     def activate_backward(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lipnext_scale.models.blocks import BlockSpec, activated
 from lipnext_scale.models.layers.base import gaussian
 from lipnext_scale.models.layers.cholesky import orthogonalised
+from lipnext_scale.utils.products import linear
 
 SQUARE = 4  # tokens on a side of what K makes one of, at most
 
@@ -56,7 +57,7 @@ class Neck(nn.Module):
         squares, *matrices = (matrix.to(x.dtype) for matrix in made)
         biases, size = self.bias.to(x.dtype).unbind(0), self.square
         patches = x.unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)
-        x = F.linear(patches, squares).flatten(1)
+        x = linear(patches.flatten(0, 2), squares).view(len(x), -1)
         for matrix, bias in zip(matrices, biases, strict=True):
             x = activated(F.linear(x, matrix, bias), self.spec)
         return x.to(torch.promote_types(x.dtype, torch.float32))

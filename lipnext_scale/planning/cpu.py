@@ -64,7 +64,7 @@ def class_of(row: Row) -> str:
         return "transposed"
     if row.name == "linalg_vector_norm" and row.place.startswith("models/blocks.py"):
         return "pool"
-    if row.in_block and row.name == "copy_":
+    if row.in_block and row.name == "copy_" and not row.place.startswith("utils/products.py"):
         return "strided"  # after a roll, back into its channels
     if row.in_block and row.name in ("_to_copy", "mul_"):
         return "bytes"  # signs
@@ -76,8 +76,9 @@ def _product(row: Row, rates: Rates) -> float:
     shape = "stack" if matrices > 1 else "inner" if inner > max(rows, columns) else "tall"
     rate = along(rates["products"][shape], min(rows, inner, columns), proportional=False)
     added = row.read - 4 * matrices * inner * (rows + columns)
-    # What the product is added to is copied to the result first.
-    copied = _pass(rates["passes"]["plain"], added + row.written) if added > 0 else 0.0
+    # What the product is added to is copied to the result first, but by oneDNN.
+    copies = added > 0 and row.name != "_linear_pointwise"
+    copied = _pass(rates["passes"]["plain"], added + row.written) if copies else 0.0
     return float(rates["host"] + rates["call"] + row.flops / rate + copied)
 
 

@@ -45,6 +45,7 @@ PRODUCTS = {
     "_addmm_activation": ("mat1", "mat2", "self"),
     "baddbmm": ("batch1", "batch2", "self"),
     "baddbmm_": ("batch1", "batch2", "self"),
+    "_linear_pointwise": ("X", "W", "B"),  # of oneDNN
 }
 COLLECTIVES = ("c10d", "_c10d_functional")
 # Memory, views of it and bookkeeping: nothing is launched.
@@ -321,10 +322,10 @@ def _product_of(func: Any, named: dict[str, Any]) -> Tensor:
 def _product_figures(name: str, named: dict[str, Any], out: Tensor) -> dict[str, Any]:
     left_name, right_name, added_name = PRODUCTS[name]
     left, right = named[left_name], named[right_name]
-    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    rows, inner, columns = left.shape[-2], left.shape[-1], out.shape[-1]
     matrices = left.numel() // max(1, rows * inner)
     read = _size_read(left) + _size_read(right)
-    if added_name and named.get("beta", 1) != 0:
+    if added_name and named[added_name] is not None and named.get("beta", 1) != 0:
         read += _size_read(named[added_name])
     return {
         "flops": (8 if left.is_complex() else 2) * matrices * rows * inner * columns,

@@ -14,12 +14,14 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipnext_scale.models import fused_group, group_reference, kernels
+from lipnext_scale.utils import products
 
 
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
     """A group takes the path of CUDA; on a CPU its operators are their references."""
     monkeypatch.setattr(kernels, "why_plain", lambda spec, tokens: None)
+    monkeypatch.setattr(products, "ONEDNN", False)
 
 
 # --- the operators, on a CPU --------------------------------------------------------------------

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipnext_scale.utils.products import linear
+
 Shapes = dict[str, tuple[int, ...]]
 Parameters = Mapping[str, Tensor]  # by name, [..., *shape]: any number of mixers at once
 
@@ -107,7 +109,7 @@ def gram_norm(x: Tensor) -> Tensor:
 
 def gram_cholesky(x: Tensor) -> Tensor:
     """L with LLᴴ = XXᴴ + ε·I: ε is what rounding may have taken from the least eigenvalue."""
-    gram = x @ x.mH
+    gram = linear(x, x) if x.dim() == 2 else x @ x.mH
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
     info = torch.finfo(x.dtype)
     gram = gram + (4 * info.eps * trace + info.tiny) * identity_like(gram)

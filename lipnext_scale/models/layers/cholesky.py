@@ -11,6 +11,7 @@ from lipnext_scale.models.layers.base import (
     largest_entry,
 )
 from lipnext_scale.models.layers.lot import initial
+from lipnext_scale.utils.products import linear
 
 
 def orthogonalised(a: Tensor) -> Tensor:
@@ -19,8 +20,9 @@ def orthogonalised(a: Tensor) -> Tensor:
     factor = gram_cholesky(a)
     if a.shape[-1] == a.shape[-2]:
         return torch.linalg.solve_triangular(factor, a, upper=False)
-    # Of a wide matrix a third of the time: the inverse is small, and a product is fast.
-    return torch.linalg.solve_triangular(factor, identity_like(factor), upper=False) @ a
+    # Faster where it is wide: the inverse is small, and a product is fast.
+    inverse = torch.linalg.solve_triangular(factor, identity_like(factor), upper=False)
+    return linear(inverse, a.mT) if a.dim() == 2 else inverse @ a
 
 
 def made(free: Parameters) -> dict[str, Tensor]:
