@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.timing import interleaved, machine, print_rows
 from lipnext_scale.models import BlockGroup, BlockSpec, fused_group, group_reference
+from lipnext_scale.utils import products
 from lipnext_scale.utils.cpu import keep_freed_memory
 from lipnext_scale.utils.products import product
 
@@ -56,6 +57,17 @@ def blocks(width: int, forward: Callable[..., Tensor]) -> Callable[[], object]:
     return run
 
 
+def by_mkl(run: Callable[[], object]) -> Callable[[], object]:
+    """The same with torch's own products, where `product` takes oneDNN's."""
+
+    def other() -> None:
+        products.ONEDNN, before = False, products.ONEDNN
+        run()
+        products.ONEDNN = before
+
+    return other
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.block")
     parser.add_argument("--rounds", type=int, default=15)
@@ -69,6 +81,8 @@ def main() -> None:
             "fused": blocks(width, fused_group),
             "plain": blocks(width, group_reference),
         }
+        if products.ONEDNN:
+            runs["fused, products by MKL"] = by_mkl(runs["fused"])
         seconds = interleaved(runs, arguments.rounds)
         print(f"width {width}")
         print_rows(seconds, BARE)
