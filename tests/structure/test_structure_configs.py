@@ -19,7 +19,7 @@ SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 SHARED = sorted((CONFIGS / "shared").glob("*.yaml"))
 # The paper's parameter counts for L32, by width: in R and M alone.
 PAPER = {1024: 64 << 20, 2048: 256 << 20, 4096: 1024 << 20, 5792: 2048 << 20}
-OURS = ("digits", "cifar10_small", "own_images")  # not the paper's
+OURS = ("digits", "cifar10_small", "cifar10_night", "own_images")  # not the paper's
 
 
 def leaves(values: dict[str, Any], path: str = "") -> dict[str, Any]:
