@@ -1,4 +1,5 @@
-# make demo: train and certify a model on one machine. make test: all tests. See README.md.
+# make demo: train and certify a model on one machine; make cifar: the same on CIFAR-10. make test: all
+# tests. See README.md.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ FFCV_STAMP := $(if $(shell pkg-config --exists opencv4 libturbojpeg 2>/dev/null 
 # Idle threads sleep: they do not spin on cores that others use.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: env demo test check lint bench image clean
+.PHONY: env demo cifar test check lint bench image clean
 
 env: $(STAMP) $(FFCV_STAMP)
 	@test -n "$(FFCV_STAMP)" || echo "without FFCV, whose tests skip: apt-get install $(FFCV_NEEDS)"
@@ -38,6 +39,19 @@ $(BENCH_STAMP): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python -m lipnext_scale.train --config configs/digits.yaml
 	$(BIN)/python -m lipnext_scale.certify --run runs/digits
+
+# The official archive, or the directory unpacked from it.
+CIFAR ?= cifar-10-python.tar.gz
+
+# Its cores are its own, so threads may spin: a quarter faster.
+cifar: export OMP_WAIT_POLICY = active
+cifar: $(STAMP)
+	@test -e data/cifar10/test.index.json -o -e "$(CIFAR)" || { echo "error: $(CIFAR): no such file; say make cifar CIFAR=PATH, \
+	of cifar-10-python.tar.gz (www.cs.toronto.edu/~kriz/cifar.html) or the directory in it"; exit 2; }
+	@test -e data/cifar10/test.index.json || $(BIN)/python -m data_prep.cifar --source "$(CIFAR)" --out data/cifar10
+	$(BIN)/python -m lipnext_scale.train --config configs/cifar10_small.yaml
+	$(BIN)/python -m lipnext_scale.certify --run runs/cifar10_small
+	$(BIN)/python -m lipnext_scale.attack --run runs/cifar10_small --samples 100
 
 # A file's tests share what they start. The order is that of tests/conftest.py.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
