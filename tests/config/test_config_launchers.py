@@ -305,6 +305,8 @@ def test_shipped_recipes_fit_the_launchers_defaults() -> None:
     for path in SHIPPED:
         for environment in (FSDP2, ZERO3):
             found = launcher_settings(environment)
+            if environment is ZERO3 and load_recipe(str(path)).model.neck == "dense":
+                continue  # DeepSpeed refuses it: test_layers_neck
             recipe = load_recipe(str(path), None, found)
             assert recipe.parallel.engine == found[ENGINE].value
             assert recipe.optim == load_recipe(str(path)).optim

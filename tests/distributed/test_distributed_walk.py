@@ -70,8 +70,10 @@ class Measured:
 
 
 def measure(rank: int, world: int, directory: Path) -> list[Measured]:
-    """A first run brings what is no tensor: data, gloo's connections, scratch of products."""
-    measure_case(directory / "first", cases(world)[-1])
+    """First runs bring what is no tensor: data, gloo's connections, scratch of such products."""
+    last = cases(world)[-1]
+    for name, parts in (("first", []), ("second", [TWICE])):
+        measure_case(directory / name, [*last, *parts])
     return [measure_case(directory / str(i), case) for i, case in enumerate(cases(world))]
 
 
