@@ -10,9 +10,10 @@ FFCV_NEEDS := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(if $(shell pkg-config --exists opencv4 libturbojpeg 2>/dev/null && echo yes),$(VENV)/.installed-ffcv)
 
 # Idle threads sleep: they do not spin on cores that others use.
+WAIT_POLICY_FROM := $(origin OMP_WAIT_POLICY)
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: env demo cifar test check lint bench image clean
+.PHONY: env demo cifar cifar-source test check lint bench image clean
 
 env: $(STAMP) $(FFCV_STAMP)
 	@test -n "$(FFCV_STAMP)" || echo "without FFCV, whose tests skip: apt-get install $(FFCV_NEEDS)"
@@ -43,11 +44,15 @@ demo: $(STAMP)
 # The official archive, or the directory unpacked from it.
 CIFAR ?= cifar-10-python.tar.gz
 
-# Its cores are its own, so threads may spin: a quarter faster.
-cifar: export OMP_WAIT_POLICY = active
-cifar: $(STAMP)
+cifar-source:
 	@test -e data/cifar10/test.index.json -o -e "$(CIFAR)" || { echo "error: $(CIFAR): no such file; say make cifar CIFAR=PATH, \
 	of cifar-10-python.tar.gz (www.cs.toronto.edu/~kriz/cifar.html) or the directory in it"; exit 2; }
+
+# Its cores are its own, so threads may spin, unless the environment says otherwise.
+ifneq ($(WAIT_POLICY_FROM),environment)
+cifar: export OMP_WAIT_POLICY = active
+endif
+cifar: cifar-source $(STAMP)
 	@test -e data/cifar10/test.index.json || $(BIN)/python -m data_prep.cifar --source "$(CIFAR)" --out data/cifar10
 	$(BIN)/python -m lipnext_scale.train --config configs/cifar10_small.yaml
 	$(BIN)/python -m lipnext_scale.certify --run runs/cifar10_small

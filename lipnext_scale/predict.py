@@ -79,7 +79,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="lipnext_scale.predict", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True, type=Path, help="a run, a checkpoint, an export")
+    parser.add_argument(
+        "--model", required=True, type=Path, help="a run, a checkpoint, an export, zoo:NAME"
+    )
     parser.add_argument("images", nargs="+", type=Path, help="JPEG and PNG files, folders of them")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table, with all digits")
     parser.add_argument("--sheet", type=Path, metavar="PNG", help=f"draw the first {SHOWN} images")

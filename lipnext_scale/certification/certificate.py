@@ -32,7 +32,7 @@ from lipnext_scale.certification.certifier import (
     run_of,
 )
 from lipnext_scale.checkpoint import latest_checkpoint
-from lipnext_scale.checkpoint.exports import SUFFIX, export_data, stable_parameters
+from lipnext_scale.checkpoint.exports import IN_ZOO, SUFFIX, export_data, stable_parameters
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import DataConfig, TestBatch, TestSet, open_test_set
 from lipnext_scale.distributed.processes import Processes
@@ -63,7 +63,9 @@ class EvaluationTarget:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="DIR", help="a run directory, or one of its checkpoints")
     # torchrun takes --run for an option of its own.
-    parser.add_argument("--model", metavar="PATH", help="a run, checkpoint, or export with --data")
+    parser.add_argument(
+        "--model", metavar="PATH", help="a run, checkpoint, or export (zoo:NAME is one) with --data"
+    )
     parser.add_argument("--data", metavar="SHARDS", help="test shards (default: those of the run)")
     parser.add_argument(
         "--resize", type=int, help="short side before the centre is cut out (default: the run's)"
@@ -89,7 +91,8 @@ def open_target(arguments: argparse.Namespace, *settings: str) -> EvaluationTarg
         raise UserError(f"--resize {arguments.resize}: must be 0 or at least {takes.image_size}")
     key = "--data" if arguments.data else "data.test"
     test = open_test_set(config, takes.image_size, takes.in_channels, takes.num_classes, key)
-    own = Path(f"{str(path).removesuffix(SUFFIX)}-certificate") if run is None else run.path
+    name = str(path).removesuffix(SUFFIX).removeprefix(IN_ZOO)
+    own = Path(f"{name}-certificate") if run is None else run.path
     data = _data_setting(test.catalog.fingerprint(), test.resize)
     place = arguments.out or _place(own, _older_checkpoint(run, path), [*settings, data])
     out = RunDirectory(place)

@@ -70,15 +70,15 @@ def save_export(model: LipNeXt, path: Path, data: DataFacts | None = None) -> No
 
 
 ZOO = Path(__file__).parents[1] / "zoo"
-_IN_ZOO = "zoo:"
+IN_ZOO = "zoo:"
 
 
 def in_zoo(path: Path) -> Path:
     """The file of zoo:NAME; any other path as it is."""
-    if not str(path).startswith(_IN_ZOO):
+    if not str(path).startswith(IN_ZOO):
         return path
     found = {file.stem: file for file in sorted(ZOO.glob(f"*{SUFFIX}"))}
-    if (name := str(path).removeprefix(_IN_ZOO)) not in found:
+    if (name := str(path).removeprefix(IN_ZOO)) not in found:
         raise UserError(f"{path}: is not in the zoo, which has {', '.join(found)}")
     return found[name]
 

@@ -89,12 +89,12 @@ def time_once(cases: list[Case], times: Times, clock: Clock = time.perf_counter)
 def products() -> Iterator[Case]:
     """x: the smallest dimension."""
     for d in WIDTHS:
-        rows, out, weight = torch.randn(ROWS, d), torch.empty(ROWS, d), torch.randn(d, d)
+        rows, weight = torch.randn(ROWS, d), torch.randn(d, d)
         stack = torch.randn(max(1, STACK // (4 * d * d)), d, d)
         flops = 2 * ROWS * d * d
-        yield "products", "tall", d, flops, partial(product, rows, weight, out=out)
-        inner = partial(product, rows.mT, rows.mT, out=weight.clone())
-        yield "products", "inner", d, flops, inner
+        yield "products", "tall", d, flops, partial(product, rows, weight)
+        columns = rows.mT.contiguous()  # a step's copies of that kind are rows of its ledger
+        yield "products", "inner", d, flops, partial(product, columns, rows.mT)
         flops = 2 * len(stack) * d**3
         yield "products", "stack", d, flops, partial(torch.bmm, stack, stack, out=stack.clone())
     small = torch.randn(64, 64)  # little more than a call, with the threads' start

@@ -76,7 +76,7 @@ class _FusedGroup(torch.autograd.Function):
         grad_bias = new_sums((count, channels)) if need_bias else None
         grad_pos = new_sums((count, *shape[1:3], 1)) if need_pos else None
 
-        # All products are square in the channels, so two buffers pass the gradient down the group.
+        # All products are square in the channels, so two buffers hold the gradient down the group.
         source = grad_output.reshape(-1, channels).contiguous()
         grad, other = torch.empty_like(source), torch.empty_like(source)
         for index in reversed(range(count)):

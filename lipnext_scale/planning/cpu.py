@@ -62,6 +62,8 @@ def seconds_of(row: Row, rates: Rates) -> float:
 def class_of(row: Row) -> str:
     if row.name in ("copy_", "sub") and row.place.startswith("manifold/"):
         return "transposed"
+    if row.name == "clone" and row.place.startswith("utils/products.py"):
+        return "transposed"
     if row.name == "linalg_vector_norm" and row.place.startswith("models/blocks.py"):
         return "pool"
     if row.in_block and row.name == "copy_" and not row.place.startswith("utils/products.py"):

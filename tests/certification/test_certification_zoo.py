@@ -31,9 +31,14 @@ def images(count: int) -> torch.Tensor:
 def test_a_model_of_the_zoo_is_certified_again(name: str) -> None:
     """500 images whose labels and radii are stored beside it; to rounding, on every CPU."""
     weights = ZOO / f"{name}.safetensors"
-    assert hashlib.sha256(weights.read_bytes()).hexdigest() in (ZOO / f"{name}.md").read_text()
+    card, facts = (ZOO / f"{name}.md").read_text(), json.loads((ZOO / f"{name}.json").read_text())
+    assert hashlib.sha256(weights.read_bytes()).hexdigest() in card
+    shares = (facts["clean_accuracy"], *facts["certified_accuracy"].values())
+    assert f"| {' | '.join(f'{share:.2%}' for share in shares)} |".replace("%", " %") in card
     stored = np.loadtxt(ZOO / f"{name}.csv", delimiter=",", skiprows=1)
-    labels, radii = Certifier.load(f"zoo:{name}")(images(len(stored)))
+    certifier = Certifier.load(f"zoo:{name}")
+    assert certifier.lipschitz_bound == pytest.approx(facts["lipschitz_bound"], abs=1e-9)
+    labels, radii = certifier(images(len(stored)))
     assert len(stored) == 500 and len({*labels.tolist()}) > 4
     clear = stored[:, 1] > 1e-6
     assert (labels.numpy() == stored[:, 0])[clear].all()

@@ -109,7 +109,7 @@ def gram_norm(x: Tensor) -> Tensor:
 
 def gram_cholesky(x: Tensor) -> Tensor:
     """L with LLᴴ = XXᴴ + ε·I: ε is what rounding may have taken from the least eigenvalue."""
-    gram = linear(x, x) if x.dim() == 2 else x @ x.mH
+    gram = linear(x, x) if x.dim() == 2 and not x.is_complex() else x @ x.mH
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
     info = torch.finfo(x.dtype)
     gram = gram + (4 * info.eps * trace + info.tiny) * identity_like(gram)
