@@ -1,8 +1,8 @@
 """Products of real matrices; on a CPU by the faster of two libraries that torch has.
 
 torch multiplies float32 by MKL, which leaves AVX-512 unused on AMD's processors. oneDNN uses it:
-x·Wᵀ and G·W take half of the time there, Gᵀ·x up to a third less. Both are sums of float32 products
-in an order of their own, which is all that the certificate assumes.
+x·Wᵀ and G·W take half of the time there, Gᵀ·x between a seventh more and a half. Both are sums of
+float32 products in an order of their own, which is all that the certificate assumes.
 """
 
 from pathlib import Path
