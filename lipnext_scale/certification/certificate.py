@@ -459,7 +459,7 @@ def whole_certificate(run: RunDirectory) -> tuple[dict[str, Any], SampleResults]
         facts: dict[str, Any] = {"data": {}, "model": {}, **stored[0]}
         lacks = {"arithmetic", "certified", "certified_accuracy", "lipschitz_bound"} - {*facts}
         lacks |= {"fingerprint", "samples", "resize"} - {*facts["data"]}
-        lacks |= {"path"} - {*facts["model"]}
+        lacks |= {"path", "weights"} - {*facts["model"]}
         if lacks:
             right = "remove it, and python -m lipnext_scale.certify writes it anew"
             raise UserError(f"{run.certificate}: lacks {', '.join(sorted(lacks))}; {right}")

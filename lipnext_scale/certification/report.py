@@ -50,8 +50,9 @@ def write_report(
     target: EvaluationTarget, facts: dict[str, Any], results: SampleResults
 ) -> list[Path]:
     """facts: certificate.json. The attack in `out` is shown if it is about the same target."""
-    out, test, attack = target.out, target.test, _attack_in(target.out, facts)
-    report = Report(facts, results, test.image, test.sample_name, target.classes, *attack)
+    out, test, attack = target.out, target.test, attack_in(target.out, facts)
+    attacked = _attacked_pictures(out) if attack else None
+    report = Report(facts, results, test.image, test.sample_name, target.classes, attack, attacked)
     # File names need not be valid Unicode.
     page = report.html().encode(errors="backslashreplace")
     for path, figure in (
@@ -71,7 +72,7 @@ def refresh_report(target: EvaluationTarget) -> list[Path]:
         return []
     facts, results = stored
     try:
-        if _attack_in(out, facts)[0] is None or len(results) != facts["data"]["samples"]:
+        if attack_in(out, facts) is None or len(results) != facts["data"]["samples"]:
             return []
         return write_report(target, facts, results)
     except (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError) as error:
@@ -81,23 +82,23 @@ def refresh_report(target: EvaluationTarget) -> list[Path]:
         return []
 
 
-def _attack_in(
-    out: RunDirectory, facts: dict[str, Any]
-) -> tuple[dict[str, Any] | None, dict[str, np.ndarray] | None]:
-    """attack.json and attacked.npz, if they are about these weights, samples and the proven K."""
+def attack_in(out: RunDirectory, facts: dict[str, Any]) -> dict[str, Any] | None:
+    """attack.json, if it is about the certificate's weights and samples and the proven K."""
     try:
-        attack = json.loads(out.attack.read_bytes())
+        attack: dict[str, Any] = json.loads(out.attack.read_bytes())
     except (OSError, ValueError):
-        return None, None
+        return None
     here = (facts["model"]["weights"], facts["data"]["fingerprint"], facts["data"]["resize"], False)
     keys = ("weights", "fingerprint", "resize", "lipschitz_assumed")
-    if tuple(attack.get(key) for key in keys) != here:
-        return None, None
-    pictures = out.path / ATTACKED
-    if not pictures.is_file():
-        return attack, None
-    with np.load(pictures, allow_pickle=False) as stored:
-        return attack, dict(stored)
+    return attack if tuple(attack.get(key) for key in keys) == here else None
+
+
+def _attacked_pictures(out: RunDirectory) -> dict[str, np.ndarray] | None:
+    path = out.path / ATTACKED
+    if not path.is_file():
+        return None
+    with np.load(path, allow_pickle=False) as stored:
+        return dict(stored)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from lipnext_scale.certification.certificate import (
     write_csv,
     writing,
 )
-from lipnext_scale.certification.report import INK, WRONG, new_figure, quiet
+from lipnext_scale.certification.report import INK, WRONG, attack_in, new_figure, quiet
 from lipnext_scale.config.recipe import Recipe
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.observe.console import duration
@@ -34,6 +34,7 @@ from lipnext_scale.utils import config as configuration
 from lipnext_scale.utils.files import atomic_file, write_atomically
 
 NOT_COMPARABLE = ": their figures are not comparable as they stand"
+MANY = 12  # rows, whose curves and points cannot be told apart
 LONGEST = 45  # characters of a name in a picture
 LINES, MARKERS = ("-", "--", "-.", ":"), "osD^v<>pX"  # where colours are not seen
 Rows = list[list[str]]  # the first is of titles
@@ -51,6 +52,7 @@ class Run:
     steps: int
     seconds: float
     memory: float | None
+    attack: dict[str, Any] | None = None
 
     def share(self, epsilon: float) -> float | None:
         """CRA@ε; at 0 the clean accuracy."""
@@ -82,7 +84,9 @@ def read_run(path: Path, name: str) -> Run:
             steps = record["step"]
         resident = record.get("memory/resident_gb", 0.0)
         memory = max(memory or 0.0, record.get("memory/gpu_allocated_gb", resident))
-    return Run(name, path, recipe, whole_certificate(run), steps, seconds, memory or None)
+    certificate = whole_certificate(run)
+    attack = attack_in(run, certificate[0]) if certificate else None
+    return Run(name, path, recipe, certificate, steps, seconds, memory or None, attack)
 
 
 def differing(runs: list[Run]) -> dict[str, list[Any]]:
@@ -132,10 +136,12 @@ class Figure:
 def figures(runs: list[Run]) -> list[Figure]:
     """Those of a table, with every ε that a certificate reports."""
     radii = {float(e) for r in runs for e in r.of_facts(lambda f: f["certified_accuracy"]) or ()}
+    attacked = any(run.attack for run in runs)
     return [
         share_at(0.0, "clean"),
         *map(share_at, sorted(radii)),
         Figure("K", lambda r: r.of_facts(lambda f: f["lipschitz_bound"]), "{:.6f}".format),
+        *([Figure("violations", violations, "{:g}".format)] if attacked else []),
         Figure("steps", lambda run: run.steps, "{:,.0f}".format),
         Figure("training time", lambda run: run.seconds, duration, min),
         Figure("memory (GB)", lambda run: run.memory, "{:.2f}".format, min),
@@ -146,6 +152,11 @@ def figures(runs: list[Run]) -> list[Figure]:
 def share_at(epsilon: float, title: str = "") -> Figure:
     title = title or f"CRA@{radius_name(epsilon)}"
     return Figure(title, lambda run: run.share(epsilon), "{:.2%}".format, max)
+
+
+def violations(run: Run) -> int | None:
+    """Images whose label an attack has changed inside their certified radius."""
+    return len(run.attack["violations"]) if run.attack else None
 
 
 def parameters(facts: dict[str, Any]) -> int | None:
@@ -196,6 +207,8 @@ def write_tables(out: Path, title: str, groups: Groups, notes: list[str]) -> lis
     runs = [run for group in groups.values() for run in group]
     shown, (warnings, remarks) = figures(runs), in_common(runs)
     pictures = {"curves.png": curves(groups, warnings), "tradeoffs.png": tradeoffs(groups, shown)}
+    if len(groups) > MANY:
+        pictures = {"rows.png": rows_by_radius(groups, warnings)}
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         page = markdown(title, grouped(groups, shown, "**{}**"), notes + remarks)
@@ -263,7 +276,7 @@ def curves(groups: Groups, warnings: list[str]) -> Picture:
     ends += [float(key) for facts, _ in found for key in facts["certified_accuracy"]]
     radii, colors = np.linspace(0, 1.05 * max(ends, default=1), 400), matplotlib.colormaps["tab10"]
     figure, axes = new_figure()
-    columns = 2 if max(map(len, groups)) < 20 else 1
+    columns, top = 2 if max(map(len, groups)) < 20 else 1, 10.0
     figure.set_figheight(figure.get_figheight() + 0.2 * len(groups) / columns)
     for number, (name, runs) in enumerate(groups.items()):
         known = [run.certificate for run in runs if run.certificate]
@@ -274,13 +287,34 @@ def curves(groups: Groups, warnings: list[str]) -> Picture:
         proven = all(facts["certified"] for facts, _ in known)
         label = _short(name) + ("" if proven else " (NO CERTIFICATE)")
         line, color = LINES[number % len(LINES)], colors(number % colors.N)
+        top = max(top, 1.05 * mean.max())
         axes.plot(radii, mean, line, color=color, lw=1.8, label=label)
         axes.fill_between(radii, mean - around, mean + around, color=color, alpha=0.2, lw=0)
     axes.set(xlabel="radius ε (l2 norm, pixels in [0, 1])", ylabel="certified accuracy (%)")
-    axes.set(xlim=(0, radii[-1]), ylim=(0, 103))
+    axes.set(xlim=(0, radii[-1]), ylim=(0, min(top, 103)))
     axes.set_title("\n".join(warnings if found else ["no certificates"]), fontsize=9, color=WRONG)
     if found:
         figure.legend(loc="outside upper left", ncols=columns, frameon=False, labelcolor=INK)
+    return figure
+
+
+def rows_by_radius(groups: Groups, warnings: list[str]) -> Picture:
+    """A line for each row: its accuracy ± s.d., clean and at every ε."""
+    runs = [run for group in groups.values() for run in group]
+    scores = [one for one in figures(runs) if one.title.startswith(("clean", "CRA"))]
+    figure = Picture(figsize=(9.6, 1.2 + 0.24 * len(groups)), dpi=120, layout="constrained")
+    axes, places = quiet(figure.subplots()), range(len(groups))
+    for number, score in enumerate(scores):
+        means, around = zip(*map(score.spread, groups.values()), strict=True)
+        color = f"C{number % 10}"
+        found = [np.nan if mean is None else 100 * mean for mean in means]
+        bars = [100 * (deviation or 0) for deviation in around]
+        axes.axvline(found[0], color=color, lw=1, alpha=0.5)
+        axes.errorbar(found, places, xerr=bars, fmt="o", ms=4, color=color, label=score.title)
+    axes.set(yticks=places, yticklabels=map(_short, groups), ylim=(len(groups) - 0.5, -0.5))
+    axes.set(xlabel="accuracy (%); vertical lines: the first row", xlim=(0, None))
+    axes.set_title("\n".join(warnings), fontsize=9, color=WRONG)
+    figure.legend(loc="outside upper left", ncols=len(scores), frameon=False, labelcolor=INK)
     return figure
 
 

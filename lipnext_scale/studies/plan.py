@@ -7,6 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from lipnext_scale.certification.certificate import read_certificate
+from lipnext_scale.certification.report import attack_in
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.config.run_directory import RunDirectory
 from lipnext_scale.data import DataSets
@@ -35,6 +37,20 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Attack:
+    """Of every certified run inside its radii, as the options of `attack`; samples 0: none."""
+
+    samples: int = 0
+    steps: int = 100
+    restarts: int = 5
+
+    def __post_init__(self) -> None:
+        for key, least in {"samples": 0, "steps": 1, "restarts": 1}.items():
+            if getattr(self, key) < least:
+                raise ConfigError(key, getattr(self, key), f"must be at least {least}")
+
+
+@dataclass(frozen=True)
 class Study:
     # As of train; `dir` holds all runs and the table.
     config: str
@@ -47,6 +63,7 @@ class Study:
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0,)
     equal: Budget = field(default_factory=Budget)
+    attack: Attack = field(default_factory=Attack)
     # Of one run, on one machine; torchrun starts several.
     processes: int = 1
     # Options of sbatch for the job of one run.
@@ -108,13 +125,23 @@ class Task:
         return [*self.settings, *own, f"run.seed={self.seed}", f"run.dir={self.run.path}"]
 
     def is_finished(self) -> bool:
-        """Certified, as long as the study wants it; a run with other settings is refused."""
+        """Certified and attacked as the study wants it; a run with other settings is refused."""
         if not self.run.config.exists() or (self.study.equal.seconds and not self.timing.exists()):
             return False
         recipe = load_recipe(self.study.config, self.arguments())
         self.run.require_new_or_same(recipe)
         same = self.run.recipe().run.max_steps == recipe.run.max_steps
-        return same and self.run.certificate.exists()
+        return same and self.run.certificate.exists() and self.is_attacked()
+
+    def is_attacked(self) -> bool:
+        """As the study wants it."""
+        wanted = self.study.attack
+        if not wanted.samples:
+            return True
+        stored = read_certificate(self.run)
+        found = (stored and attack_in(self.run, stored[0])) or {}
+        made = (found.get("attacked"), found.get("steps"), found.get("restarts"))
+        return made == (wanted.samples, wanted.steps, wanted.restarts)
 
 
 def load_tasks(path: str, overrides: list[str]) -> list[Task]:

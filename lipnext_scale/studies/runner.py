@@ -29,7 +29,7 @@ run.checkpoint_every=0 run.per_depth=false run.wandb="" optim.epochs=40 optim.wa
 def run_tasks(
     tasks: list[Task], jobs: int, request: StopRequest, report: Callable[[Task, str], None]
 ) -> None:
-    """Train and certify each. report: called when one has ended, with why it failed, if it did."""
+    """Train, certify and attack each. report: called when one has ended, with why it failed."""
     waiting, workers = tasks[::-1], dict[int, Worker]()
     try:
         while (waiting or workers) and not request.signal:
@@ -97,6 +97,10 @@ def commands(task: Task) -> Iterator[list[str]]:
         shutil.rmtree(timed.path)
     yield [*train, *task.arguments()]
     yield [*start, "lipnext_scale.certify", "--model", str(task.run.path)]
+    if not task.is_attacked():
+        attack, radius = task.study.attack, str(task.plain().loss.epsilon)
+        how = [f"--{key}={number}" for key, number in vars(attack).items()]
+        yield [*start, "lipnext_scale.attack", f"--model={task.run.path}", *how, "--radii", radius]
 
 
 def keep_timing(task: Task, run: RunDirectory) -> None:
