@@ -28,6 +28,7 @@ rows:
   right: {{}}
   wrong: {{optim.lr: 1e30}}
 equal: {{epochs: 15}}
+attack: {{samples: 3, steps: 2, restarts: 1}}
 """
 STEPS = 15 * (1437 // 20)
 
@@ -71,13 +72,16 @@ def test_stopped_half_way_continued_and_a_row_that_fails(tmp_path, capsys, monke
     assert "/2 right, seed 0: clean " in said.out
     assert said.err == "failed: 1 of 2 runs: wrong, seed 0\n"
     assert f"continuing {run} from step {step}" in (run / "study.log").read_text()
-    # What is certified is not run again.
+    # What is certified and attacked is not run again; another attack is made.
     assert [task.is_finished() for task in load_tasks(str(study), [])] == [True, False]
+    assert not load_tasks(str(study), ["attack.samples=4"])[0].is_finished()
+    assert json.loads((run / "attack.json").read_bytes())["attacked"] == 3
 
     with (directory / "table.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
     facts = json.loads((run / "certificate.json").read_bytes())
     assert (row["row"], float(row["steps"])) == ("right", STEPS)
+    assert float(row["violations"]) == 0
     assert float(row["clean"]) == facts["clean_accuracy"]
     assert f"wrong, seed 0: no certificate: {why}" in (directory / "table.md").read_text()
 

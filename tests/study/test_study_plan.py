@@ -51,6 +51,7 @@ def test_a_budget_sets_the_epochs_and_the_warm_up_keeps_its_share(tmp_path):
     ("change", "said"),
     [
         ({"seed": [1]}, "seed = [1]: unknown key; did you mean seeds?"),
+        ({"attack": {"samples": -1}}, "attack.samples = -1: must be at least 0"),
         ({"equal": {"epoch": 3}}, "equal.epoch = 3: unknown key; did you mean equal.epochs?"),
         ({"equal": {"epochs": 3, "steps": 5}}, "must be positive, and the only key of equal"),
         ({"rows": {"a": {"model.widht": 8}}}, "a, lr=1e-3: model.widht = 8: unknown key; did you"),

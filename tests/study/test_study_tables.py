@@ -1,6 +1,7 @@
 """Tables of runs in groups: means, spreads and the best."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,18 @@ def test_mean_spread_and_best(tmp_path):
     assert float(second["training time"]) == 15 and second["parameters"] == "1234.0"
     for name in ("curves.png", "tradeoffs.png"):
         assert Image.open(tmp_path / name).width > 900
+
+
+def test_violations_are_of_what_was_attacked_and_many_rows_are_one_picture(tmp_path):
+    found = [replace(run([1.0]), attack={"violations": [{}] * number}) for number in (0, 3)]
+    groups = {"both": found, "not attacked": [run([1.0])]}
+    groups |= {str(number): [run([1.0])] for number in range(20)}
+    write_tables(tmp_path, "title", groups, [])
+    with (tmp_path / "table.csv").open(newline="") as file:
+        first, second, *_ = csv.DictReader(file)
+    assert float(first["violations"]) == 1.5 and second["violations"] == ""
+    assert [path.name for path in tmp_path.glob("*.png")] == ["rows.png"]
+    assert "![](rows.png)" in (tmp_path / "table.md").read_text()
 
 
 def test_runs_are_grouped_by_what_differs_beside_the_seed():
