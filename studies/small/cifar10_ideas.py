@@ -2,7 +2,7 @@
 
     python studies/small/cifar10_ideas.py [--jobs 2]
 
-One epoch each, certified on an eighth of the training set that is held out.
+One epoch each, certified and attacked on an eighth of the training set that is held out.
 """
 
 import lipnext_scale.utils.passive  # noqa: F401
@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from lipnext_scale import certify
+from lipnext_scale import attack, certify
 from lipnext_scale.config.recipe import load_recipe
 from lipnext_scale.data import Batch
 from lipnext_scale.manifold import skew
@@ -27,6 +27,7 @@ from lipnext_scale.studies.comparison import read_run, write_tables
 from lipnext_scale.studies.runner import share_of_machine
 from lipnext_scale.training.trainer import Trainer
 
+CONFIG = "builtin:cifar10_small.yaml"
 DIRECTORY = Path("runs/studies/small/cifar10_ideas")
 SETTINGS = [
     "data.train=data/cifar10/train-{000000..000006}.tar",
@@ -92,6 +93,44 @@ class Average(Trainer):
         return values
 
 
+class Growing(Trainer):
+    """Three sevenths of the images by a network half as wide, which then becomes a part of this."""
+
+    def _build_model(self) -> LipNeXt:
+        recipe = load_recipe(CONFIG, [*SETTINGS, f"run.dir={self.directory.path}/narrow"])
+        data = replace(recipe.data, train="data/cifar10/train-{000000..000002}.tar")
+        model = replace(recipe.model, width=self.recipe.model.width // 2)
+        first = Trainer(replace(recipe, data=data, model=model))
+        first.run()
+        grown = super()._build_model()
+        with torch.no_grad():
+            grow(first.model, grown)
+        return grown
+
+
+def grow(narrow: LipNeXt, wide: LipNeXt) -> None:
+    """Nearly the narrow network's function. Its channels go where they have the same shift and the
+    same activation, of the recipe's α and β; other channels begin as the identity leaves them."""
+    n, w = narrow.config.width, wide.config.width
+    shifted = [w * 3 // 4 + side * w // 16 + torch.arange(n // 16) for side in range(4)]
+    place = torch.cat([torch.arange(n * 3 // 4), *shifted])
+    for small, large in zip(narrow.block_groups(), wide.block_groups(), strict=True):
+        large.bank.copy_(torch.eye(w))
+        large.bank[..., place[:, None], place] = small.bank
+        large.bias[:, place] = small.bias
+        large.pos.copy_(small.pos)
+    small, large = narrow.neck, wide.neck
+    squares = large.squares.view(w, -1, w)
+    squares[:, :, place] = 0
+    squares[place] = 0
+    squares[place[:, None, None], torch.arange(squares.shape[1])[:, None], place] = (
+        small.squares.view(n, -1, n)
+    )
+    large.vector.mul_(0.1).unflatten(1, (-1, w))[..., place] = small.vector.unflatten(1, (-1, n))
+    large.bias.copy_(small.bias)
+    wide.head.load_state_dict(narrow.head.state_dict())
+
+
 def linear(step: int, lr: float, total: int, warmup: int, final_ratio: float) -> float:
     return lr * min((step + 1) / max(1, warmup), (total - step) / max(1, total - warmup))
 
@@ -111,6 +150,7 @@ IDEAS = {
     "scale 0.5 to 2": (RisingScale, None),
     "mean of the last quarter": (Average, None),
     "linear lr": (Trainer, ("lipnext_scale.optim.optimizers.learning_rate", linear)),
+    "width 96, then 192": (Growing, None, "data.train=data/cifar10/train-{000003..000006}.tar"),
     "large radii first": (Trainer, (RADIUS, falling_radius)),
 }
 
@@ -120,10 +160,10 @@ def directory_of(name: str) -> Path:
 
 
 def run(name: str) -> str:
-    trainer, change = IDEAS[name]
+    trainer, change, *settings = IDEAS[name]
     path = directory_of(name)
     path.mkdir(parents=True, exist_ok=True)
-    recipe = load_recipe("builtin:cifar10_small.yaml", [*SETTINGS, f"run.dir={path}"])
+    recipe = load_recipe(CONFIG, [*SETTINGS, *settings, f"run.dir={path}"])
     with (path / "study.log").open("a") as log, redirect_stdout(log):
         if change is None:
             trainer(recipe).run()
@@ -131,6 +171,7 @@ def run(name: str) -> str:
             with patch(*change):
                 trainer(recipe).run()
         certify.main(["--model", str(path)])
+        attack.main([f"--model={path}", "--samples=50", "--steps=20", "--restarts=2"])
     return name
 
 
