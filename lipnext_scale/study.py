@@ -1,12 +1,12 @@
-"""Run a study, rows of settings × seeds: train and certify each, and make one table of all.
+"""Run a study, rows of settings × seeds: train, certify and attack each, and make one table.
 
     python -m lipnext_scale.study studies/small/digits_lr.yaml [--jobs 2] [key=value ...]
     python -m lipnext_scale.study studies/cifar10_shift.yaml --slurm    as an array job
     python -m lipnext_scale.study studies/cifar10_shift.yaml --table    of what is certified so far
     python -m lipnext_scale.study compare RUN RUN ...                   of runs that exist
 
-Runs are in DIR/ROW/seed_S; the same command continues, and runs nothing again that is certified.
-Writes table.md, table.csv, table.tex, curves.png and tradeoffs.png into DIR (docs/study.md).
+Runs are in DIR/ROW/seed_S; the same command continues, and runs nothing again that is finished.
+Writes table.md, table.csv, table.tex and pictures into DIR (docs/study.md).
 """
 
 import lipnext_scale.utils.passive  # noqa: F401

@@ -88,6 +88,8 @@ def attack_in(out: RunDirectory, facts: dict[str, Any]) -> dict[str, Any] | None
         attack: dict[str, Any] = json.loads(out.attack.read_bytes())
     except (OSError, ValueError):
         return None
+    if not isinstance(attack, dict) or "violations" not in attack:
+        return None
     here = (facts["model"]["weights"], facts["data"]["fingerprint"], facts["data"]["resize"], False)
     keys = ("weights", "fingerprint", "resize", "lipschitz_assumed")
     return attack if tuple(attack.get(key) for key in keys) == here else None

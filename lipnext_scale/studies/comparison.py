@@ -206,11 +206,15 @@ def write_tables(out: Path, title: str, groups: Groups, notes: list[str]) -> lis
     """Tables and pictures of groups of runs; returns the lines for a terminal."""
     runs = [run for group in groups.values() for run in group]
     shown, (warnings, remarks) = figures(runs), in_common(runs)
-    pictures = {"curves.png": curves(groups, warnings), "tradeoffs.png": tradeoffs(groups, shown)}
     if len(groups) > MANY:
-        pictures = {"rows.png": rows_by_radius(groups, warnings)}
+        pictures = {"rows.png": rows_by_radius(groups, shown, warnings)}
+    else:
+        pictures = {"curves.png": curves(groups, warnings)}
+        pictures["tradeoffs.png"] = tradeoffs(groups, shown)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
+        for name in {"curves.png", "tradeoffs.png", "rows.png"} - pictures.keys():
+            (out / name).unlink(missing_ok=True)  # of a table with fewer rows, or more
         page = markdown(title, grouped(groups, shown, "**{}**"), notes + remarks)
         page += "\n".join(f"![]({name})\n" for name in pictures)
         write_atomically(out / "table.md", page.encode())
@@ -284,11 +288,9 @@ def curves(groups: Groups, warnings: list[str]) -> Picture:
             continue
         shares = np.array([[100 * own.share(radius) for radius in radii] for _, own in known])
         mean, around = shares.mean(0), shares.std(0, ddof=min(1, len(known) - 1))
-        proven = all(facts["certified"] for facts, _ in known)
-        label = _short(name) + ("" if proven else " (NO CERTIFICATE)")
         line, color = LINES[number % len(LINES)], colors(number % colors.N)
-        top = max(top, 1.05 * mean.max())
-        axes.plot(radii, mean, line, color=color, lw=1.8, label=label)
+        top = max(top, 1.05 * (mean + around).max())
+        axes.plot(radii, mean, line, color=color, lw=1.8, label=_label(name, runs))
         axes.fill_between(radii, mean - around, mean + around, color=color, alpha=0.2, lw=0)
     axes.set(xlabel="radius ε (l2 norm, pixels in [0, 1])", ylabel="certified accuracy (%)")
     axes.set(xlim=(0, radii[-1]), ylim=(0, min(top, 103)))
@@ -298,10 +300,9 @@ def curves(groups: Groups, warnings: list[str]) -> Picture:
     return figure
 
 
-def rows_by_radius(groups: Groups, warnings: list[str]) -> Picture:
+def rows_by_radius(groups: Groups, shown: list[Figure], warnings: list[str]) -> Picture:
     """A line for each row: its accuracy ± s.d., clean and at every ε."""
-    runs = [run for group in groups.values() for run in group]
-    scores = [one for one in figures(runs) if one.title.startswith(("clean", "CRA"))]
+    scores = [one for one in shown if one.title.startswith(("clean", "CRA"))]
     figure = Picture(figsize=(9.6, 1.2 + 0.24 * len(groups)), dpi=120, layout="constrained")
     axes, places = quiet(figure.subplots()), range(len(groups))
     for number, score in enumerate(scores):
@@ -311,7 +312,8 @@ def rows_by_radius(groups: Groups, warnings: list[str]) -> Picture:
         bars = [100 * (deviation or 0) for deviation in around]
         axes.axvline(found[0], color=color, lw=1, alpha=0.5)
         axes.errorbar(found, places, xerr=bars, fmt="o", ms=4, color=color, label=score.title)
-    axes.set(yticks=places, yticklabels=map(_short, groups), ylim=(len(groups) - 0.5, -0.5))
+    labels = [_label(name, runs) for name, runs in groups.items()]
+    axes.set(yticks=places, yticklabels=labels, ylim=(len(groups) - 0.5, -0.5))
     axes.set(xlabel="accuracy (%); vertical lines: the first row", xlim=(0, None))
     axes.set_title("\n".join(warnings), fontsize=9, color=WRONG)
     figure.legend(loc="outside upper left", ncols=len(scores), frameon=False, labelcolor=INK)
@@ -344,6 +346,11 @@ def _points(axes: Axes, groups: Groups, score: Figure, cost: Figure) -> None:
             marker, color = MARKERS[number % len(MARKERS)], f"C{number % 10}"
             axes.errorbar(x, y, dy, dx, fmt=marker, color=color, label=_short(name))
     axes.set_xlim(0, 1.05 * axes.get_xlim()[1])
+
+
+def _label(name: str, runs: list[Run]) -> str:
+    proven = all(run.certificate[0]["certified"] for run in runs if run.certificate)
+    return _short(name) + ("" if proven else " (NO CERTIFICATE)")
 
 
 def _short(name: str) -> str:

@@ -7,7 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lipnext_scale.certification.certificate import read_certificate
+from lipnext_scale.attacks import INSIDE, METHODS
+from lipnext_scale.certification.certificate import whole_certificate
 from lipnext_scale.certification.report import attack_in
 from lipnext_scale.config.recipe import Recipe, load_recipe
 from lipnext_scale.config.run_directory import RunDirectory
@@ -134,14 +135,21 @@ class Task:
         return same and self.run.certificate.exists() and self.is_attacked()
 
     def is_attacked(self) -> bool:
-        """As the study wants it."""
-        wanted = self.study.attack
-        if not wanted.samples:
+        """As the study wants it, and without a violation, which fails each time it is asked for."""
+        study = self.study.attack
+        if not study.samples:
             return True
-        stored = read_certificate(self.run)
+        stored = whole_certificate(self.run)
         found = (stored and attack_in(self.run, stored[0])) or {}
-        made = (found.get("attacked"), found.get("steps"), found.get("restarts"))
-        return made == (wanted.samples, wanted.steps, wanted.restarts)
+        wanted = {
+            "attacked": study.samples,
+            "steps": study.steps,
+            "restarts": study.restarts,
+            "methods": [*METHODS],
+            "inside": INSIDE,
+            "violations": [],
+        }
+        return all(found.get(key) == value for key, value in wanted.items())
 
 
 def load_tasks(path: str, overrides: list[str]) -> list[Task]:

@@ -11,6 +11,7 @@ import argparse
 import math
 import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from lipnext_scale import attack, certify
 from lipnext_scale.config.recipe import load_recipe
 from lipnext_scale.data import Batch
 from lipnext_scale.manifold import skew
-from lipnext_scale.models import BlockGroup, LipNeXt
+from lipnext_scale.models import LipNeXt
 from lipnext_scale.studies.comparison import read_run, write_tables
 from lipnext_scale.studies.runner import share_of_machine
 from lipnext_scale.training.trainer import Trainer
@@ -39,13 +40,13 @@ SETTINGS = [
 
 
 class SmallRotations(Trainer):
-    """R = exp(angle·A), W = Rᵀ at the start; ‖A‖₂ is 2 or less. 0: R = W = I."""
+    """R = exp(angle·A), W = Rᵀ at the start; ‖A‖₂ is about 2. 0: R = W = I."""
 
     angle = 0.0
 
     def _build_model(self) -> LipNeXt:
         model = super()._build_model()
-        for group in (module for module in model.modules() if isinstance(module, BlockGroup)):
+        for group in model.block_groups():
             size = group.bank.shape[-1]
             noise = torch.randn(group.count, size, size) / math.sqrt(size)
             rotation = torch.matrix_exp(self.angle * math.sqrt(2) * skew(noise))
@@ -94,7 +95,10 @@ class Average(Trainer):
 
 
 class Growing(Trainer):
-    """Three sevenths of the images by a network half as wide, which then becomes a part of this."""
+    """Three sevenths of the images by a network half as wide, which then becomes a part of this.
+
+    Steps and time of the table are those of the wide one alone.
+    """
 
     def _build_model(self) -> LipNeXt:
         recipe = load_recipe(CONFIG, [*SETTINGS, f"run.dir={self.directory.path}/narrow"])
@@ -181,9 +185,9 @@ def main() -> None:
     jobs = parser.parse_args().jobs
     threads = int(share_of_machine(0, jobs, 1).get("OMP_NUM_THREADS", torch.get_num_threads()))
     context = multiprocessing.get_context("spawn")
-    with context.Pool(jobs, torch.set_num_threads, (threads,), maxtasksperchild=1) as pool:
-        for name in pool.imap_unordered(run, IDEAS):
-            print(f"done: {name}", file=sys.stderr)
+    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (threads,)) as pool:
+        for done in as_completed([pool.submit(run, name) for name in IDEAS]):
+            print(f"done: {done.result()}", file=sys.stderr)
     groups = {name: [read_run(directory_of(name), name)] for name in IDEAS}
     print("\n".join(write_tables(DIRECTORY, "Ideas", groups, [])))
 

@@ -75,7 +75,13 @@ def test_stopped_half_way_continued_and_a_row_that_fails(tmp_path, capsys, monke
     # What is certified and attacked is not run again; another attack is made.
     assert [task.is_finished() for task in load_tasks(str(study), [])] == [True, False]
     assert not load_tasks(str(study), ["attack.samples=4"])[0].is_finished()
-    assert json.loads((run / "attack.json").read_bytes())["attacked"] == 3
+    attack = json.loads((run / "attack.json").read_bytes())
+    assert attack["attacked"] == 3
+    # One that found a violation, or looked elsewhere, is made again.
+    for other in ({"violations": [{}]}, {"inside": 0.5}, {"weights": "others"}):
+        (run / "attack.json").write_text(json.dumps(attack | other))
+        assert not load_tasks(str(study), [])[0].is_finished()
+    (run / "attack.json").write_text(json.dumps(attack))
 
     with (directory / "table.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
