@@ -136,15 +136,15 @@ class Task:
 
     def is_attacked(self) -> bool:
         """As the study wants it, and without a violation, which fails each time it is asked for."""
-        study = self.study.attack
-        if not study.samples:
+        asked = self.study.attack
+        if not asked.samples:
             return True
         stored = whole_certificate(self.run)
         found = (stored and attack_in(self.run, stored[0])) or {}
         wanted = {
-            "attacked": study.samples,
-            "steps": study.steps,
-            "restarts": study.restarts,
+            "attacked": asked.samples,
+            "steps": asked.steps,
+            "restarts": asked.restarts,
             "methods": [*METHODS],
             "inside": INSIDE,
             "violations": [],
