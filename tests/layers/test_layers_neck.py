@@ -13,6 +13,7 @@ from lipnext_scale.certification import Certifier, lipschitz_bound
 from lipnext_scale.checkpoint.exports import load_export, save_export
 from lipnext_scale.data import read_samples
 from lipnext_scale.models import LipNeXt, freeze
+from lipnext_scale.models.layers.cholesky import orthogonalised, orthogonalised_reference
 from lipnext_scale.training.trainer import Trainer
 from lipnext_scale.utils.config import ConfigError
 
@@ -55,6 +56,24 @@ def test_gradients_are_those_of_finite_differences() -> None:
         return torch.func.functional_call(neck, dict(zip(names, parameters, strict=True)), (x,))
 
     assert torch.autograd.gradcheck(function, made, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_matrices_are_as_the_reference_makes_them(dtype: torch.dtype) -> None:
+    """Values and gradients; A's condition is 10, so the reference's error is ~100 roundings."""
+    generator = torch.Generator().manual_seed(0)
+    q, _ = torch.linalg.qr(torch.randn(48, 12, generator=generator, dtype=torch.float64))
+    a = (torch.logspace(0, -1, 12, dtype=torch.float64)[:, None] * q.mT).to(dtype)
+    weight = torch.randn(12, 48, generator=generator, dtype=torch.float64).to(dtype)
+    found = []
+    for function in (orthogonalised, orthogonalised_reference):
+        free = a.clone().requires_grad_()
+        made = function(free)
+        (made * weight).sum().backward()
+        found += [made.detach(), free.grad]
+    bound = 1e4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found[0], found[2], rtol=0, atol=bound)
+    torch.testing.assert_close(found[1], found[3], rtol=0, atol=bound * found[3].abs().max())
 
 
 def test_a_frozen_one_is_the_same_function(tmp_path) -> None:
