@@ -49,7 +49,9 @@ class Evaluation:
         beat("the evaluation", slow=True)
         device = self._processes.device
         counts = torch.zeros(2, dtype=torch.float64)
+        model = self._engine.model
         with self._optimizers.slow_weights():
+            model.eval()
             for batch in batches:
                 images = to_unit_range(batch.images, device)
                 labels, radii = nominal_radii(*self._engine.forward(images))
@@ -57,5 +59,6 @@ class Evaluation:
                 certified = correct & (radii.cpu() >= self._epsilon)
                 counts += torch.stack([correct.sum(), certified.sum()])
                 beat("the evaluation")
+            model.train()
             self._engine.weights_changed()
         return self._processes.gather(counts.to(device)).sum(0).div(samples).tolist()
