@@ -99,6 +99,8 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
             for parameter in group["params"]
             if parameter.grad is not None and group["lookahead"]
         ]
+        if usable is not None and usable.device.type == "cpu" and bool(usable):
+            usable = None  # the host knows, and copies nothing
         before = None if usable is None else self._copies()
         starts = {p: p.detach().clone() for p, _ in moving if "slow" not in self.state.get(p, {})}
         for parameter in (p for group in self.param_groups for p in group["params"]):
