@@ -51,7 +51,8 @@ class Evaluation:
         counts = torch.zeros(2, dtype=torch.float64)
         model = self._engine.model
         with self._optimizers.slow_weights():
-            model.eval()
+            # Nothing else depends on the mode, and a compiled network would be compiled anew.
+            model.train(not model.config.mirror)
             for batch in batches:
                 images = to_unit_range(batch.images, device)
                 labels, radii = nominal_radii(*self._engine.forward(images))
