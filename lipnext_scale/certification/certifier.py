@@ -541,8 +541,8 @@ def load_model(path: str | Path) -> LipNeXt:
     path = Path(path)
     run = run_of(path)
     if run is None:
-        return load_export(path).eval()
-    return run.load_model(path if run.path != path else None).eval()
+        return load_export(path)
+    return run.load_model(path if run.path != path else None)
 
 
 def run_of(path: Path) -> RunDirectory | None:
@@ -663,7 +663,11 @@ def certified_radii(
     model: LipNeXt, images: Tensor, lipschitz: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """(labels, radii) of images; a `Certifier` saves measuring the weights each time."""
-    return Certifier(model, lipschitz=lipschitz)(images)
+    training = model.training
+    try:
+        return Certifier(model, lipschitz=lipschitz)(images)
+    finally:
+        model.train(training)
 
 
 PROVEN = {"beta_abs", "minmax"}  # activations that are 1-Lipschitz, and exact when computed

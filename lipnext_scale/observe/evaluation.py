@@ -55,7 +55,9 @@ class Evaluation:
             model.train(not model.config.mirror)
             for batch in batches:
                 images = to_unit_range(batch.images, device)
-                labels, radii = nominal_radii(*self._engine.forward(images))
+                parts = images.chunk(1 + model.config.mirror)  # each is two images then
+                found = [nominal_radii(*self._engine.forward(part)) for part in parts]
+                labels, radii = map(torch.cat, zip(*found, strict=True))
                 correct = (labels.cpu() == batch.labels) & batch.counted
                 certified = correct & (radii.cpu() >= self._epsilon)
                 counts += torch.stack([correct.sum(), certified.sum()])

@@ -87,7 +87,8 @@ class LookaheadNAdam(SlowWeights, torch.optim.NAdam):
         scale: Tensor | None = None,
         usable: Tensor | None = None,
     ) -> float | None:
-        """scale: of all gradients, for clipping. usable: false moves nothing; it is not read."""
+        """scale: of all gradients, for clipping. usable: false moves nothing; it is not read
+        from a device."""
         self.require_fast_weights("step()")
         loss = None
         if closure is not None:

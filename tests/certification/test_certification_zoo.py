@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lipnext_scale.certification import Certifier
+from lipnext_scale.certification import Certifier, load_model
+from lipnext_scale.certification.certificate import weights_digest
 from lipnext_scale.checkpoint.exports import ZOO
 from lipnext_scale.data import read_samples
 from lipnext_scale.utils.errors import UserError
@@ -37,6 +38,7 @@ def test_a_model_of_the_zoo_is_certified_again(name: str) -> None:
     assert f"| {' | '.join(f'{share:.2%}' for share in shares)} |".replace("%", " %") in card
     stored = np.loadtxt(ZOO / f"{name}.csv", delimiter=",", skiprows=1)
     certifier = Certifier.load(f"zoo:{name}")
+    assert weights_digest(load_model(f"zoo:{name}")) == facts["model"]["weights"]
     assert certifier.lipschitz_bound == pytest.approx(facts["lipschitz_bound"], abs=1e-9)
     labels, radii = certifier(images(len(stored)))
     assert len(stored) == 500 and len({*labels.tolist()}) > 4
