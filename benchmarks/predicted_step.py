@@ -71,7 +71,8 @@ CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 def settings_of(name: str) -> list[str]:
     depth, width, patch, batch, others = CONFIGURATIONS[name]
     settings = f"model.depth={depth} model.width={width} model.patch_size={patch}"
-    settings += " model.neck=l2_pool model.head=unit"  # what the figures of earlier days had
+    # What the figures of earlier days had.
+    settings += " model.neck=l2_pool model.head=unit optim.parametrisation=merged"
     return f"{settings} data.batch_size={batch} optim.lr=1e-3 {others}".split()
 
 
