@@ -312,7 +312,7 @@ class Attacker:
         family = self.search.block_groups()[0].family
         columns = family.size if isinstance(family, Convolution) else 0
         of_image = values * ((64 if family else 9) * config.depth + 32 + 16 * columns)
-        self.batch = max(1, min(MAX_BATCH, memory // (of_image * (1 + config.mirror))))
+        self.batch = max(1, min(MAX_BATCH, memory // of_image))
 
     def targets(self, images: Tensor, ids: Tensor) -> Targets:
         """Of images in uint8 or in [0, 1]."""

@@ -155,8 +155,7 @@ def above(value: float) -> float:
 #
 # features = pool ∘ block_L ∘ … ∘ block_1 ∘ stem. The stem, the shift, the activation and the
 # pooling are 1-Lipschitz for all weights, so K = Π ‖R_i‖₂·‖W_i‖₂, or of gated mixers the product of
-# their own constants. A dense neck in place of the pooling has the norms of its matrices. The mean
-# over an image and its mirror image has the same K.
+# their own constants. A dense neck in place of the pooling has the norms of its matrices.
 
 
 @dataclass(frozen=True)
@@ -432,9 +431,6 @@ def feature_rounding(
     if config.neck == "l2_pool":
         # A sum of T squares and a root. Squares that underflow leave at most √(2·T·tiny).
         error = error + size * gamma(tokens + 4, unit) + math.sqrt(2 * numbers * tiny)
-    if config.mirror:  # (f(x) + f(x'))/2: both bounds hold for x and its mirror image x'
-        error = error + size * unit + 2 * math.sqrt(config.features) * tiny
-        largest = largest.or_larger(size * 2)
     return FeatureRounding(error * OWN_ROUNDING, largest, size, dtype)
 
 
@@ -541,8 +537,8 @@ def load_model(path: str | Path) -> LipNeXt:
     path = Path(path)
     run = run_of(path)
     if run is None:
-        return load_export(path)
-    return run.load_model(path if run.path != path else None)
+        return load_export(path).eval()
+    return run.load_model(path if run.path != path else None).eval()
 
 
 def run_of(path: Path) -> RunDirectory | None:
@@ -572,8 +568,8 @@ class Certifier:
         layers: list[Facts] | None = None,
         lipschitz: float | None = None,
     ) -> None:
-        require_certifiable(model.eval())
-        self.model, self.dtype = model, model.head.weight.dtype
+        require_certifiable(model)
+        self.model, self.dtype = model.eval(), model.head.weight.dtype
         layers = layers or measure_layers(model)
         if len(layers) != (count := layer_count(model.config)):
             raise ValueError(f"facts of {len(layers)} layers: the model has {count}")
@@ -663,11 +659,7 @@ def certified_radii(
     model: LipNeXt, images: Tensor, lipschitz: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """(labels, radii) of images; a `Certifier` saves measuring the weights each time."""
-    training = model.training
-    try:
-        return Certifier(model, lipschitz=lipschitz)(images)
-    finally:
-        model.train(training)
+    return Certifier(model, lipschitz=lipschitz)(images)
 
 
 PROVEN = {"beta_abs", "minmax"}  # activations that are 1-Lipschitz, and exact when computed
@@ -685,8 +677,6 @@ def require_certifiable(model: LipNeXt) -> None:
     if not is_frozen(model):
         kind = f"layer {model.config.layer!r}, neck {model.config.neck!r}"
         raise ValueError(f"{kind}: a certificate needs stored matrices: freeze(model)")
-    if model.training and model.config.mirror:
-        raise ValueError("a network with a mirror is certified as model.eval() computes it")
     for activation in {group.spec.activation for group in model.block_groups()} - PROVEN:
         raise ValueError(f"activation {activation!r} has no proven Lipschitz bound")
     hooks = [*_global_forward_hooks, *_global_forward_pre_hooks]

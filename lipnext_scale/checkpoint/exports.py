@@ -132,7 +132,7 @@ def load_export(path: Path) -> LipNeXt:
         model = empty_model(config, frozen=True)
         parameters = stable_parameters(model).items()
         read_export(path, file, {name: StateShard.full(tensor) for name, tensor in parameters})
-    return model.eval()
+    return model
 
 
 @torch.no_grad()

@@ -60,8 +60,7 @@ class RunDirectory:
         there = self.recipe() if self.config.exists() else recipe
         changed = configuration.differences(there, recipe)
         changed = {key: pair for key, pair in changed.items() if key not in CHANGEABLE}
-        backbone = {key for key in changed if key.startswith("model.")}
-        backbone -= {"model.num_classes", "model.mirror"}
+        backbone = {key for key in changed if key.startswith("model.")} - {"model.num_classes"}
         way = "" if backbone else f", with run.init_from={self.path} to start from its weights,"
         for key, (old, new) in changed.items():
             raise UserError(

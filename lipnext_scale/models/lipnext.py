@@ -202,9 +202,6 @@ class LipNeXtConfig:
     neck_depth: int = 0
     # The head's rows: of length 1, or of any, whose length is then a learned scale of the logits.
     head: Literal["unit", "free"] = "unit"
-    # Features are the mean of an image's and its mirror image's (left and right), except while
-    # training: as Lipschitz, and a prediction costs two. For networks trained with flips.
-    mirror: bool = False
     # Blocks in a group, the unit of sharding. 0: the engine chooses; without one, all in one.
     blocks_per_bank: int = changeable(0)
 
@@ -412,9 +409,6 @@ class LipNeXt(nn.Module):
     def _features(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """(features, a bound of K where it is not 1 by construction)."""
         self._check_images(images)
-        mirror = self.config.mirror and not self.training
-        if mirror:
-            images = torch.cat([images, images.flip(-1)])
         x = blocks.space_to_depth(images - 0.5, self.config.patch_size, self.config.width)
         lipschitz: Tensor | None = None
         for group in self.block_groups():
@@ -422,10 +416,7 @@ class LipNeXt(nn.Module):
             if isinstance(x, tuple):
                 x, norm = x
                 lipschitz = norm if lipschitz is None else lipschitz * norm
-        x = blocks.l2_pool(x) if self.neck is None else self.neck(x)
-        if mirror:
-            x = x.unflatten(0, (2, -1)).mean(0)
-        return x, lipschitz
+        return (blocks.l2_pool(x) if self.neck is None else self.neck(x)), lipschitz
 
     def forward(self, images: Tensor, with_head: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The logits; with `with_head` (logits, the head's rows).

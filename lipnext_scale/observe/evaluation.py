@@ -49,19 +49,13 @@ class Evaluation:
         beat("the evaluation", slow=True)
         device = self._processes.device
         counts = torch.zeros(2, dtype=torch.float64)
-        model = self._engine.model
         with self._optimizers.slow_weights():
-            # Nothing else depends on the mode, and a compiled network would be compiled anew.
-            model.train(not model.config.mirror)
             for batch in batches:
                 images = to_unit_range(batch.images, device)
-                parts = images.chunk(1 + model.config.mirror)  # each is two images then
-                found = [nominal_radii(*self._engine.forward(part)) for part in parts]
-                labels, radii = map(torch.cat, zip(*found, strict=True))
+                labels, radii = nominal_radii(*self._engine.forward(images))
                 correct = (labels.cpu() == batch.labels) & batch.counted
                 certified = correct & (radii.cpu() >= self._epsilon)
                 counts += torch.stack([correct.sum(), certified.sum()])
                 beat("the evaluation")
-            model.train()
             self._engine.weights_changed()
         return self._processes.gather(counts.to(device)).sum(0).div(samples).tolist()

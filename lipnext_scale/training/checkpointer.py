@@ -159,13 +159,13 @@ def starting_point(path: Path, here: LipNeXtConfig) -> tuple[LipNeXtConfig, Path
     else:
         there = run.recipe().model
         checkpoint = path if path != run.path else run.newest_checkpoint()
-    same: Any = {"blocks_per_bank": 0, "num_classes": 2, "mirror": False}  # what may differ
+    same: Any = {"blocks_per_bank": 0, "num_classes": 2}  # what may differ
     for key, (old, new) in configuration.differences(
         replace(there, **same), replace(here, **same)
     ).items():
         raise UserError(
             f"run.init_from = {str(path)!r}: another architecture (model.{key} = {old!r} there, "
-            f"{new!r} here); only model.num_classes and model.mirror may differ"
+            f"{new!r} here); model.num_classes alone may differ"
         )
     if checkpoint is None and here.layer != "manifold":
         raise UserError(

@@ -36,7 +36,6 @@ SETTINGS = [
     "data.augment.crop_padding=1",  # as cifar10_search
     "loss.logit_scale=1",
     "model.depth=3",
-    "model.mirror=false",
     "optim.parametrisation=merged",
     "optim.epochs=1",
     "optim.warmup_epochs=0.05",

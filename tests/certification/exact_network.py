@@ -30,13 +30,6 @@ def root(values: np.ndarray) -> np.ndarray:
 
 def exact_features(model: LipNeXt, images: torch.Tensor, number=extended) -> np.ndarray:
     """The features [N, C] of images [N, channels, side, side] in [0, 1]."""
-    if not model.config.mirror:
-        return _features(model, images, number)
-    both = (_features(model, x, number) for x in (images, images.flip(-1)))
-    return sum(both) / 2
-
-
-def _features(model: LipNeXt, images: torch.Tensor, number) -> np.ndarray:
     config = model.config
     x = _tokens(number(images) - number(torch.tensor(0.5)), config)
     for group in model.block_groups():

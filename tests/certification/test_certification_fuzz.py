@@ -113,7 +113,6 @@ def draw(seed: int) -> Case:
         neck_width=rng.choice([2, width - width % 2]),
         neck_depth=rng.randint(0, 2),
         head=rng.choice(["unit", "free"]),
-        mirror=rng.random() < 0.3,
     )
     model = freeze(LipNeXt(config, seed).to(dtype))
     with torch.no_grad():
